@@ -44,7 +44,7 @@ def lacking_marks(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_results_that_no_commit_stands_for_are_quoted_with_their_mark(document):
+def test_results_without_a_commit_are_quoted_with_a_mark(document):
     marks = {name: entry["mark"] for name, entry in provenance.marked().items()}
     assert lacking_marks(document.read_text(), marks) == []
 

@@ -45,7 +45,7 @@ def test_replacing_a_missing_attribute_fails():
             pass
 
 
-def test_around_a_method_of_a_parent_restores_the_class_untouched():
+def test_around_method_of_parent_restores_class_untouched():
     def doubled(stock, self, x, **kwargs):
         return stock(self, 2 * x, **kwargs)
 

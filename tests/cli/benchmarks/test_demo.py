@@ -58,7 +58,7 @@ def processes_of(output: Path) -> list[int]:
     return found
 
 
-def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished):
+def test_short_demo_compares_stock_and_ours(finished):
     output, printed = finished
     summary = json.loads((output / "summary.json").read_text())
     assert summary["origin"]["machine_speed"]["gemm_gflops_after"] > 0

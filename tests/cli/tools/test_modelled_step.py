@@ -71,7 +71,7 @@ def test_modelled_step_shows_kernels_steps_and_a_timeline(modelled, tmp_path):
     assert "L2.c1.I.dispatch" in page.read_text()
 
 
-def test_recorded_messages_and_matrix_products_have_the_sizes_of_the_model(monkeypatch):
+def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
     """A chunk of 128 tokens makes 256 rows of 64 numbers in bf16, 64 for each of the 4 ranks."""
     monkeypatch.setattr(sys, "argv", ["virtual_gpu.py", *MODEL])
     monkeypatch.setenv("WORLD_SIZE", "8")

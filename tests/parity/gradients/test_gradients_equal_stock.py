@@ -314,7 +314,7 @@ def test_gradient_comparison_detects_damaged_rounds(results, damage):
 
 
 @pytest.mark.parametrize("case", NARROW)
-def test_rounded_messages_change_gradients_by_no_more_than_their_rounding(results, case):
+def test_rounded_messages_change_gradients_within_rounding(results, case):
     """Three layers of experts with two messages each in both directions: twelve roundings on the longest way.
 
     Half a unit of the last place is 2^-9 of a value in bf16 and 2^-4 in fp8, which the three forward dispatches have.

@@ -83,7 +83,7 @@ def test_summary_has_the_samples_that_it_is_made_of(comparison):
     assert Comparison.read(found).summary() == comparison.summary()
 
 
-def test_loss_difference_is_the_largest_of_all_steps_also_of_warm_up(comparison):
+def test_loss_difference_is_largest_of_all_steps_also_of_warm_up(comparison):
     assert comparison.max_loss_difference == pytest.approx(4e-6 / 5, rel=1e-6)
     comparison.add(OURS, 1, step(1, 100, 20, loss=5.5))
     assert comparison.max_loss_difference == pytest.approx(0.1)
@@ -131,7 +131,7 @@ def test_core_attention_is_that_of_the_model():
     assert core_attention(stages) == "Identity+ReLU"
 
 
-def test_typical_step_is_a_traced_and_measured_one_near_the_median(comparison):
+def test_typical_step_is_traced_and_measured_one_near_median(comparison):
     assert comparison.typical(STOCK) is None
     slow, near = (RankTimeline(0, (), step_ms) for step_ms in (240.0, 190.0))
     comparison.add(STOCK, 1, step(1, 200, 90, timeline=TIMELINE))
@@ -213,7 +213,7 @@ class Arrived:
         return 1e9, 2e9
 
 
-def test_paced_transport_hands_messages_on_in_their_order_and_raises_what_they_raise():
+def test_paced_transport_keeps_order_and_raises_errors():
     below, stats = Below(), CommStats(torch.device("cpu"))
     paced = PacedTransport(below, rank=0, wire=PacedWire(Pace(1e12)), stats=stats)
     transfers = [paced.launch(torch.empty(0), torch.ones(rows, 4), [0, 0], [rows, 0]) for rows in (3, 1, 2, 0)]
@@ -237,7 +237,7 @@ def buckets(num_ranks: int, is_sharded: bool = False) -> Any:
     return found
 
 
-def test_reduction_sends_each_part_once_around_the_ring_and_its_sum_again():
+def test_reduction_sends_parts_and_sums_around_a_ring():
     assert [reduced_bytes(buckets(num_ranks)) for num_ranks in (1, 2, 4)] == [0, 400, 600]
     assert reduced_bytes(buckets(2, is_sharded=True)) == 200
 

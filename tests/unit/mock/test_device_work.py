@@ -75,7 +75,7 @@ def test_tensor_that_is_changed_while_it_is_sent_is_found(gpu, link):
     assert KERNEL in gpu.problems[0].text
 
 
-def test_synchronous_message_runs_on_the_callers_stream_which_waits_for_nothing(gpu, link):
+def test_synchronous_message_runs_on_the_callers_stream(gpu, link):
     stream = gpu.Stream()
     with gpu.watch(late=[stream]), torch.cuda.stream(stream):
         work, received, _ = message(link, None)

@@ -49,7 +49,7 @@ def test_mock_world_is_initialized_and_destroyed():
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_mocked_messages_on_a_device_with_one_connection_are_refused(four_ranks, monkeypatch):
+def test_mocked_messages_with_one_connection_are_refused(four_ranks, monkeypatch):
     monkeypatch.setattr(mock_group, "on_cuda", lambda tensor: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* Set it to 32, or unset it\."):

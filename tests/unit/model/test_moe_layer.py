@@ -98,7 +98,7 @@ def forward(moe: OverlappingMoE, x: ChunkState, verbs: Layer) -> None:
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(experts=True)], ids=["kept", "recomputed"])
-def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm, recompute):
+def test_rows_are_freed_when_packed_and_when_sorted(comm, recompute):
     experts = Experts()
     moe, x = moe_of(comm, experts, recompute), routed_chunk()
     hidden_sbH, probs_tE = x.normed_sbH, x.probs_tE
@@ -123,7 +123,7 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm, dispatch):
+def test_trace_has_rows_with_and_without_duplicates(comm, dispatch):
     """The first token has both of its experts on rank 0, the others one on each rank."""
     moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
     comm.use(CommSettings(dispatch))
@@ -154,7 +154,7 @@ class KeepingExperts:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
+def test_deduplicated_rows_are_recomputed_and_not_kept(comm, recomputed):
     """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
     comm.use(CommSettings(Dispatch.DEDUP))
     experts = KeepingExperts()
@@ -176,7 +176,7 @@ def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, reco
     assert torch.allclose(hidden_sbH.grad, 2 * hidden_sbH)
 
 
-def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm, monkeypatch):
+def test_padded_experts_get_their_rows_without_counts(comm, monkeypatch):
     """Two rows of each expert: a token that did not choose it has the weight zero."""
     monkeypatch.setattr(Experts, "__call__", lambda _, tokens, rows, probs: (tokens * probs[:, None], None))
     launched = []
@@ -190,12 +190,12 @@ def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm,
     assert torch.allclose(x.output_sbH.squeeze(1), hidden_sbH.squeeze(1) * weights_tE.sum(1)[:, None])
 
 
-def test_capacity_larger_than_the_micro_batch_is_that_of_all_tokens(comm):
+def test_capacity_larger_than_micro_batch_is_that_of_all_tokens(comm):
     moe = moe_of(comm, Experts(), Recompute(), moe_expert_capacity_factor=100.0)
     assert moe_layer._capacity(moe.stock, num_tokens=3) == 3
 
 
-def test_rows_left_by_dropped_tokens_are_counted_without_a_sum_over_the_map(comm):
+def test_rows_of_dropped_tokens_are_counted_without_the_map(comm):
     moe, x = moe_of(comm, Experts(), Recompute(), moe_expert_capacity_factor=0.5), routed_chunk()
     moe_layer.launch_counts(moe, x)
     x.routing_map_tE = torch.empty(3, NUM_EXPERTS, device="meta")  # no value of it can be read

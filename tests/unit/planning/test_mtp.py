@@ -89,7 +89,7 @@ def test_weights_of_a_repeated_prediction_are_reported_once():
 
 
 @pytest.mark.parametrize("stages", [(), (0, 0, 0, 1), (0, 0, 1, 1)])
-def test_planned_segments_of_equal_choice_are_joined_over_predictions_of_a_stage(stages):
+def test_equal_segments_are_joined_over_predictions(stages):
     profile = predicting(stages=stages)
     space = SearchSpace.of(CostModel(profile), Limits())
     assert space.runs == ((1, 2), (3, 3), (4, 4))

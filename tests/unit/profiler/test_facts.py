@@ -34,7 +34,7 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
 
 
 @pytest.mark.parametrize("hidden", [8, 96, 1000])
-def test_bytes_of_a_deduplicated_row_in_fp8_are_those_of_a_packed_one(hidden):
+def test_bytes_of_a_dedup_row_in_fp8_equal_a_packed_row(hidden):
     row, prob, choice = (torch.empty(1, *shape) for shape in ((hidden,), (), (5,)))
 
     def row_bytes(row_format, *tensors):

@@ -99,7 +99,7 @@ class PendingSplits:
         return SPLITS
 
 
-def test_rows_behind_those_that_are_sent_stay_and_have_the_gradient_zero():
+def test_rows_that_are_not_sent_have_gradient_zero():
     """The number of rows may be known after the rows were made."""
     comm, _, stats = make()
     tokens, probs = torch.ones(6, 2, requires_grad=True), torch.ones(6, requires_grad=True)

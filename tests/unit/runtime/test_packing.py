@@ -136,7 +136,7 @@ def test_fp8_neither_overflows_nor_divides_by_zero(largest):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_stays_visible_in_its_group_only(bad):
+def test_infinite_value_stays_visible_in_its_group_only(bad):
     hidden = torch.randn(2, 2 * FP8_GROUP)
     hidden[1, 3] = bad
     (got,) = round_trip((hidden,), RowFormat.FP8)

@@ -4,7 +4,6 @@ import json
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     Dispatch,
@@ -28,12 +27,6 @@ SEGMENTS = Plan(
 )
 
 MIXED = paired(fixed_plan(1), dataclasses.replace(fixed_plan(2), gaps=(GAP,)))
-
-
-def test_op_has_one_name():
-    op = Op(layer=3, chunk=0, phase=Phase.FORWARD, kind="dispatch")
-    assert str(op) == "L3.c0.F.dispatch"
-    assert str(op.mirrored()) == "L3.c0.I.dispatch"
 
 
 def test_plan_is_printed_as_text():
@@ -148,7 +141,7 @@ def test_plan_fingerprint_depends_on_every_field_of_the_pairing():
     assert len({plan.fingerprint() for plan in plans}) == 5
 
 
-def test_a_plan_with_pairing_has_settings_of_the_middle_and_of_the_ends():
+def test_plan_with_pairing_has_settings_of_middle_and_of_ends():
     middle, ends = SEGMENTS, dataclasses.replace(fixed_plan(8), dw_memory_bytes=SEGMENTS.dw_memory_bytes)
     plan = paired(middle, ends)
     assert (plan.in_middle, plan.at_ends) == (middle, ends)
@@ -157,7 +150,7 @@ def test_a_plan_with_pairing_has_settings_of_the_middle_and_of_the_ends():
     assert (middle.in_middle, middle.at_ends) == (middle, middle)
 
 
-def test_a_plan_overlaps_nothing_if_every_message_is_waited_for_where_it_is_launched():
+def test_plan_that_waits_for_each_message_overlaps_nothing():
     nothing = fixed_plan(1, DwPolicy.NONE)
     assert nothing.overlaps_nothing
     overlapping = (fixed_plan(1), fixed_plan(2, DwPolicy.NONE), paired(nothing))
@@ -166,7 +159,7 @@ def test_a_plan_overlaps_nothing_if_every_message_is_waited_for_where_it_is_laun
 
 
 @pytest.mark.parametrize("ends", [fixed_plan(1, DwPolicy.NONE), fixed_plan(1, dw_memory_bytes=1), paired(SEGMENTS)])
-def test_settings_of_the_ends_are_of_one_plan_with_those_of_the_middle(ends):
+def test_settings_of_ends_are_of_one_plan_with_those_of_middle(ends):
     """What a rank defers at all, and how much memory it may hold, does not change within a step."""
     with pytest.raises(AssertionError):
         paired(fixed_plan(1), ends)
@@ -243,14 +236,6 @@ def test_layers_have_their_segment():
     first, second = SEGMENTS.segments
     assert [SEGMENTS.segment_of(layer) for layer in (1, 2, 3, 96)] == [first, first, second, second]
     assert SEGMENTS.num_chunks == 4
-
-
-@pytest.mark.parametrize(
-    ("size", "num_chunks", "sizes"),
-    [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
-)
-def test_chunk_sizes_are_as_equal_as_possible(size, num_chunks, sizes):
-    assert Segment(1, None, num_chunks).chunk_sizes(size) == sizes
 
 
 def test_fixed_plan_defers_dws_over_one_layer():

@@ -263,14 +263,14 @@ def test_padded_experts_need_counts_of_chunks_only(num_chunks, missing):
 
 @pytest.mark.parametrize("letter", KINDS)
 @pytest.mark.parametrize("overlap_range", OverlapRange)
-def test_op_is_cut_where_the_program_of_its_layer_runs_it_in_two_chunks(letter, overlap_range):
+def test_op_is_cut_where_its_layer_runs_it_in_two_chunks(letter, overlap_range):
     computed = [one for one in program([(1, LAYERS[letter])], 2, overlap_range) if isinstance(one, Instruction)]
     in_chunks = {one.verb.kind for one in computed if one.chunk == 1}
     for kind in {verb.kind for verb in LAYERS[letter]}:
         assert is_cut(KINDS[letter], kind, overlap_range) == (kind in in_chunks)
 
 
-def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
+def test_messages_have_ops_that_make_and_that_need_their_rows():
     """Each hop has its own, so the maps need not know how many hops a plan has."""
     assert ROWS_MADE_BY == {
         "dispatch": "preprocess",

@@ -21,7 +21,7 @@ def test_loss_smoothing_averages_the_steps_around_each():
     assert smoothed([6.0, 4.0, 2.0, 3.0, 9.0], span=3).tolist() == pytest.approx([6.0, 4.0, 3.0, 14 / 3, 6.0])
 
 
-def test_loss_smoothing_begins_with_the_first_loss_and_keeps_a_straight_line():
+def test_loss_smoothing_keeps_a_straight_line():
     line = np.linspace(6.0, 3.0, 80)
     assert smoothed(line, span=25)[:68] == pytest.approx(line[:68])
 

@@ -31,7 +31,7 @@ def test_train_log_reads_a_training_step():
 
 
 @pytest.mark.parametrize("line", [f"WARNING: other rank{LINE}", LINE.rstrip() + "Evaluating iter 1/2\n"])
-def test_train_log_reads_a_training_step_in_a_line_shared_with_another_rank(line):
+def test_train_log_reads_a_line_shared_by_two_ranks(line):
     assert parse_iteration(line) == parse_iteration(LINE)
 
 

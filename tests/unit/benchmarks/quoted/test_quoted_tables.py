@@ -192,7 +192,7 @@ def test_each_result_has_tables_and_they_are_those_beside_it(path):
         assert path.with_suffix(".md").read_text() == made, "run python -m benchmarks.quoted"
 
 
-def test_figures_that_miss_their_target_are_listed_with_their_mark():
+def test_figures_that_miss_their_target_are_listed():
     found = [quoted.Figure("`45` k=2", 0.854, False), quoted.Figure("`45` k=4", 0.937, True, " DISTURBED")]
     assert quoted.target_row("92 %", found, "{:.1%}".format) == ["92 %", "1 of 2", "`45` k=2 85.4%", "93.7% DISTURBED"]
 

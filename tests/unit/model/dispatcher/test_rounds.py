@@ -60,7 +60,7 @@ def rounds_of_all(layout: Layout, counts: Sequence[Sequence[int]], number: int) 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_each_row_is_in_one_round_in_which_no_rank_is_over_its_limit(seed):
+def test_each_row_is_in_one_round_and_no_rank_over_its_limit(seed):
     dice = random.Random(seed)
     layout = Layout(dice.choice([2, 3, 4, 8]), dice.choice([1, 1, 2]), dice.choice([1, 2, 5]))
     counts = skewed_counts(dice, layout)

@@ -28,7 +28,7 @@ def test_documents_of_each_sample():
     assert read(torch.zeros(6, 2, 4), tokens_per_sample=None).documents.are_sequences
 
 
-def test_attention_sees_the_positions_of_all_tensor_parallel_ranks():
+def test_attention_sees_positions_of_all_tensor_parallel_ranks():
     packed = read(torch.zeros(3, 2, 4), TWO_RANKS)
     assert packed.positions.shape == (6, 2)
     assert packed.unflattened(hidden := torch.zeros(3, 2, 4)) is hidden

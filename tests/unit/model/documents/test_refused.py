@@ -43,7 +43,7 @@ def test_rotary_embeddings_of_documents_are_not_fused(one_rank):
     assert not any(layer.self_attention.config.apply_rope_fusion for layer in model.decoder.layers)
 
 
-def test_documents_in_a_model_that_is_not_prepared_for_them_are_refused(one_rank):
+def test_documents_in_an_unprepared_model_are_refused(one_rank):
     model = prepared(documents=False)
     with pytest.raises(UsageError, match=r"not prepared for documents\. Pass --dataloader-inter-document-masking"):
         model(TOKENS, TOKENS, None, packed_seq_params=params_of(SAMPLES))
@@ -61,7 +61,7 @@ def test_attention_without_a_kernel_for_documents_is_refused(one_rank):
         prepared(window_size=(4, 0))
 
 
-def test_transformer_engine_refuses_sequence_chunks_and_context_parallelism(one_rank):
+def test_te_refuses_sequence_chunks_and_context_parallelism(one_rank):
     model = prepared()
     attention = model.decoder.overlapping_layers[0].attention
     attention._is_te = True
@@ -74,7 +74,7 @@ def test_transformer_engine_refuses_sequence_chunks_and_context_parallelism(one_
         attention.begin_documents()
 
 
-def test_predictions_refuse_context_parallelism_and_megatrons_shift(one_rank):
+def test_predictions_refuse_context_parallelism(one_rank):
     model = prepared(mtp_num_layers=1)
     layer, hidden = model.mtp.layers[0], torch.zeros(16, 1, 32)
     with pytest.raises(AssertionError, match="Megatron shifts all samples alike"):
@@ -95,7 +95,7 @@ def test_micro_batches_shorter_than_the_chunks_are_refused(dim, size, message):
 
 
 @pytest.mark.parametrize("overlap_range", [OverlapRange.STACK, OverlapRange.GATE])
-def test_sequences_are_cut_by_the_cost_of_documents_where_attention_is_in_chunks(overlap_range):
+def test_sequences_are_cut_by_the_cost_of_documents(overlap_range):
     documents = Documents(((90, 10),), cost=DocumentCost(1e3))
     segment = Segment(1, None, 2, ChunkDim.SEQUENCE, overlap_range)
     parts = split_hidden(torch.zeros(100, 1, 1), segment, documents if overlap_range.has_attention else None)

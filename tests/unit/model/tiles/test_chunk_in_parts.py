@@ -111,7 +111,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 @example(ONE_RANK_SENDS, Tiling(4, 1), 1)
 @example(ONE_TOKEN, Tiling(4, 2), 2)
 @examples(40)
-def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
+def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 
     Gradients of the inputs, too: a row that is made and not sent has none.

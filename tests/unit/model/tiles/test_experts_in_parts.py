@@ -37,7 +37,7 @@ def in_two_parts(pair: Pair, sizes: list[int]):
 
 
 @pytest.mark.parametrize(("may_group", "on_cuda"), HOW.values(), ids=HOW)
-def test_experts_on_parts_of_the_rows_have_stocks_gradients_with_one_product_each(one_rank, may_group, on_cuda):
+def test_experts_on_parts_of_rows_have_stocks_gradients(one_rank, may_group, on_cuda):
     """For ``on_cuda`` placement is told that the tensors are there; torch's grouped GEMM knows both."""
     with replaced(placement, "_is_cuda", lambda device: on_cuda):
         pair = Pair()

@@ -45,7 +45,7 @@ def gathered(rows_oSe: list[list[list[int]]], store: WeightGradStore | None = No
     return GatheredWeightGrads(len(rows_oSe), lambda: torch.tensor(rows_oSe), {"fc1": 0}, store)
 
 
-def test_weight_grad_is_complete_with_the_last_part_in_whatever_order_they_come():
+def test_weight_grad_is_complete_with_the_last_part():
     weight_grads = gathered([[[1], [0]], [[0], [2]], [[1], [0]]])
     factors = [Factors(torch.rand(rows, 3), torch.rand(rows, 5)) for rows in (1, 2, 1)]
     assert weight_grads.add("fc1", 0, 2, factors[2]) is None

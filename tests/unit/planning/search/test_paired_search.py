@@ -38,7 +38,7 @@ def test_planner_is_never_worse_than_uniform_plans(machine, num_micro_batches):
 
 @examples(10)
 @given(machines(max_layers=4), st.integers(2, 7))
-def test_pairing_is_never_predicted_slower_than_the_best_plan_without(machine, num_micro_batches):
+def test_pairing_is_never_slower_than_the_best_plan_without(machine, num_micro_batches):
     profile = synthetic_profile(dataclasses.replace(machine, num_micro_batches=num_micro_batches, stages=()))
     planned, alone = (make_plan(profile, Limits(pairing=p), max_exhaustive=0) for p in ((False, True), (False,)))
     assert not alone.plan.is_paired

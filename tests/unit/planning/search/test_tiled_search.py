@@ -24,7 +24,7 @@ def numbers_of_tiles(planned):
     return {segment.tiles for one in planned.alternatives for segment in one.plan.segments}
 
 
-def test_planner_tries_tiles_where_a_plan_with_tiles_was_profiled():
+def test_planner_tries_tiles_where_plan_with_tiles_was_profiled():
     profile = synthetic_profile(SHORT_MESSAGES)
     planned = make_plan(profile, WITHOUT_DWS)
     assert planned.plan.has_tiles
@@ -38,12 +38,12 @@ def test_planner_tries_tiles_where_a_plan_with_tiles_was_profiled():
     assert numbers_of_tiles(make_plan(before, dataclasses.replace(WITHOUT_DWS, tiles=(0, 2)))) == {0, 2}
 
 
-def test_planner_leaves_rows_together_where_parts_cost_more_than_they_hide():
+def test_planner_takes_no_tiles_where_parts_cost_more():
     machine = dataclasses.replace(SHORT_MESSAGES, link_ms=0.3)
     assert not make_plan(synthetic_profile(machine), WITHOUT_DWS).plan.has_tiles
 
 
-def test_tiles_that_are_asked_for_are_in_every_plan_and_in_chunks():
+def test_tiles_asked_for_are_in_every_plan_and_in_chunks():
     profile = synthetic_profile(dataclasses.replace(SHORT_MESSAGES, tiles=0))
     limits = Limits(tiles=(2,), num_chunks=(1, 2))
     planned = make_plan(profile, limits)

@@ -137,7 +137,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch_only():
     assert names.index("reduce.dense.b0") > 2 * len(names) / 3
 
 
-def test_expert_gradients_are_reduced_by_their_replicas_beside_dense_ones():
+def test_expert_gradients_are_reduced_beside_dense_ones():
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={"attention": 1.0, "experts": 1.0}, link_ms=0.0)
     rules = dataclasses.replace(EAGER, dense_ranks=4, expert_ranks=2)
     lines = on_the_wire(simulate(profile_of(machine, rules, 9.0), fixed_plan(1, DwPolicy.NONE)))
@@ -159,7 +159,7 @@ def test_tied_head_gradient_is_reduced_last():
     assert ends[1][-1] == "22-27 reduce.dense.b0"
 
 
-def test_dispatches_with_connections_of_their_own_share_with_combines():
+def test_dispatches_with_own_connections_share_the_link():
     """A dispatch of 2 rows' worth beside a combine: with one flow the second waits, with two both slow down."""
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={}, link_ms=12.0)
     profile = synthetic_profile(machine)

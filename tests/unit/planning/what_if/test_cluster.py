@@ -68,7 +68,7 @@ shares = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40).map(
 
 
 @given(shares, st.integers(1, 64))
-def test_shares_over_other_ranks_sum_to_one_and_are_no_more_uneven(measured, size):
+def test_shares_over_other_ranks_are_no_more_uneven(measured, size):
     rebinned = rebinned_share(measured, size)
     assert len(rebinned) == size
     assert sum(rebinned) == pytest.approx(1.0)

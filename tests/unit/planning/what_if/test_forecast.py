@@ -147,7 +147,7 @@ def test_forecast_of_several_nodes_knows_two_hops():
     assert why_not_several_nodes(profile.model, on_one).endswith("so nothing leaves a node")
 
 
-def test_forecast_for_other_nodes_forgets_what_was_measured_between_hops():
+def test_forecast_for_other_nodes_forgets_measured_hops():
     machine = Machine("mm", shares=(0.25,) * 4, num_nodes=2, topk=4)
     profile = synthetic_profile(machine)
     op = dataclasses.replace(profile.ops[0], layer_kind=LayerKind.MOE, kind=OpKind.NODE_ROWS)

@@ -136,7 +136,7 @@ def test_ways_of_packing_deal_the_same_documents():
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_step_is_the_sum_of_its_columns_and_the_longest_for_each_further_stage(num_stages):
+def test_step_is_the_sum_of_its_columns(num_stages):
     setting = dataclasses.replace(SETTING, num_stages=num_stages)
     times = times_of(profile_of(), PairShares(0.0, 0.0))
     ways = {"in order": lambda drawn: IN_ORDER, **packings(setting, DocumentCost(0.0))}

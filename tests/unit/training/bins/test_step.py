@@ -45,7 +45,7 @@ def names(batch):
     return sorted((batch["tokens"][batch["loss_mask"] > 0] // 100).unique().tolist())
 
 
-def test_packed_documents_are_bounded_and_what_fills_up_does_not_count():
+def test_packed_documents_have_bounds_and_filling_has_no_loss():
     batch = packed([document(1, 2, 3, without=[2]), document(7, 8)], multiple=4, at_least=4)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "tokens": [[1, 2, 7, 0]],
@@ -59,7 +59,7 @@ def test_packed_documents_are_bounded_and_what_fills_up_does_not_count():
     assert packed([document(1, 2)], multiple=2, at_least=8)["cu_seqlens"].tolist() == [[0, 1, 8]]
 
 
-def test_loader_draws_a_step_at_a_time_and_yields_each_sample_once():
+def test_loader_draws_by_step_and_yields_each_sample_once():
     drawn = []
 
     def loader():
@@ -77,7 +77,7 @@ def test_loader_draws_a_step_at_a_time_and_yields_each_sample_once():
     assert list(bins) == []
 
 
-def test_megatrons_rerun_replays_the_bins_of_a_step_without_drawing():
+def test_megatrons_rerun_replays_a_steps_bins_without_drawing():
     loader = BinLoader([stack(9, 3, first=first) for first in (1, 3, 5, 7)], steps(), lambda: 2)
     iterator = RerunDataIterator(iter(loader))
     machine = get_rerun_state_machine()

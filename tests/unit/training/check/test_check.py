@@ -95,7 +95,7 @@ def test_overlap_that_was_left_out_on_demand_is_no_fault(found):
     assert last_line(finding).startswith("equal (stock only): ")
 
 
-def test_summary_counts_distinct_faults_and_launches_that_were_not_compared():
+def test_summary_counts_faults_and_uncompared_launches():
     bugs = [{"name": bug.name, "found": True} for bug in BUGS]
     drawn = [{"state": Verdict.EQUAL}, {"state": Verdict.EQUAL}, {"state": Verdict.NOT_COMPARED}]
     expected = "10 of 10 cases of bugs found, 9 distinct faults; of 3 random launches: 2 equal, 1 not compared"

@@ -37,7 +37,7 @@ def found(step: int, rows_ms: float) -> CausesOfStep:
     return CausesOfStep(step, StepCauses(200.0, rows_ms, parts, 0.0, 0.0))
 
 
-def test_a_lasting_change_is_said_once_with_its_step_and_the_first_window_too(written, capsys):
+def test_lasting_change_is_said_once_with_its_step(written, capsys):
     watch, _ = watch_of(10)
     for window in range(1, 41):
         watch.note(found(10 * window, 4.0 if window < 20 else 28.0))

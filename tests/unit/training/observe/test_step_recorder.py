@@ -62,7 +62,7 @@ def figures(records) -> list[tuple[float, float]]:
     return [(record.step_ms, record.comm.exposed_ms) for record in records]
 
 
-def test_step_recorder_waits_for_a_step_when_the_next_is_launched(run):
+def test_step_recorder_waits_for_step_when_next_is_launched(run):
     for _ in range(4):
         run.step()
     assert run.device.log == ["step 1", "step 2", "wait", "step 3", "wait", "step 4", "wait"]

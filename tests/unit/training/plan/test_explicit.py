@@ -1,11 +1,10 @@
 """``--lancet-plan FILE``: which files a run takes, and the one line that refuses the others."""
 
 import dataclasses
-import sys
 
 import pytest
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.layers import LayerKind
@@ -14,7 +13,7 @@ from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.explicit import model_of_run, plan_from_file
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 LAYERS_2_3 = Plan((Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE)), DwPolicy.FILL, dw_window=8)
 
@@ -22,20 +21,7 @@ LAYERS_2_3 = Plan((Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE)), Dw
 @pytest.fixture
 def megatron_args(monkeypatch):
     """Megatron's arguments for a run that can overlap, with changes."""
-    from megatron.training.arguments import parse_args
-
-    def make(*changes: object):
-        command = (
-            "--num-layers 3 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
-        set_as_validation_does(args)
-        return args
-
-    return make
+    return lambda *changes: parsed(monkeypatch, "--num-layers=3", "--moe-router-topk=2", *changes)
 
 
 @pytest.fixture
@@ -178,20 +164,6 @@ def test_damaged_plan_file_is_refused_with_one_line(megatron_args, written):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json: no JSON, or damaged"):
         choose_plan(megatron_args(), LancetConfig(plan=path))
-
-
-def test_lancet_plan_flag_takes_words_and_paths(monkeypatch, tmp_path):
-    from megatron_lancet.training.arguments import parse
-
-    def parsed(text):
-        monkeypatch.setattr(sys, "argv", ["pretrain", "--lancet-plan", text])
-        return parse()[1].plan
-
-    assert (parsed("auto"), parsed("off")) == (PlanChoice.AUTO, PlanChoice.OFF)
-    (tmp_path / "plan.json").touch()
-    assert parsed(str(tmp_path / "plan.json")) == tmp_path / "plan.json"
-    with pytest.raises(UsageError, match=r"--lancet-plan expects auto, off or a plan file; there is no file atuo\."):
-        parsed("atuo")
 
 
 def test_limits_of_a_run_without_restrictions(megatron_args):

@@ -118,7 +118,7 @@ def batch(monkeypatch):
 
 
 @pytest.mark.parametrize("by_document", [False, True])
-def test_step_returns_megatrons_schedule_with_the_inputs_of_its_forward(batch, by_document):
+def test_step_returns_megatrons_schedule_with_its_inputs(batch, by_document):
     """Megatron makes the same call with CUDA graphs and FSDP, which no test machine runs."""
     model = _Model()
     output, _ = gpt_data.forward_step(iter([]), model, by_document=by_document)

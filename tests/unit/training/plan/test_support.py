@@ -5,11 +5,15 @@ import argparse
 import pytest
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.registry import features
+from megatron_lancet.training.arguments import config_from_words
+from megatron_lancet.training.plan import support
 from megatron_lancet.training.plan.support import (
     OTHER_TASKS,
     RETIRED,
     UNSUPPORTED,
     Unsupported,
+    overlap_blockers,
     refuse_other_tasks,
     unsupported,
 )
@@ -27,7 +31,7 @@ def parsed(parser, *words: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("entry", [*UNSUPPORTED, *RETIRED, *OTHER_TASKS], ids=lambda entry: entry.flags)
-def test_unsupported_flag_is_megatrons_and_its_argument_has_its_name(parser, entry):
+def test_unsupported_flag_is_megatrons_with_its_argument(parser, entry):
     for flag in entry.flags.split():
         action = parser._option_string_actions[flag]
         assert entry.refused is not None or action.dest == flag.removeprefix("--").replace("-", "_")
@@ -68,3 +72,24 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
     with pytest.raises(UsageError, match=message):
         refuse_other_tasks(parsed(parser, *words))
     refuse_other_tasks(parsed(parser))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lancet-comm-priority all-to-all-first",
+        "--lancet-comm-sms 8",
+        "--lancet-wire fp8",
+        "--lancet-max-received-rows 8",
+        "--lancet-locality-loss-coeff 0.01 --lancet-ranks-per-node 2",
+        "--lancet-expert-placement placement.json",
+        "--lancet-rebalance-interval 10",
+    ],
+)
+def test_flags_that_need_the_overlap_have_no_stock_fallback(monkeypatch, words):
+    """A run that can't overlap is refused, and does not fall back to stock modules."""
+    monkeypatch.setattr(support, "unsupported", lambda args, validated: [("--some-flag", "drop it")])
+    args, config = argparse.Namespace(expert_model_parallel_size=2), config_from_words(words.split(), features())
+    assert overlap_blockers(args, config_from_words([], features())) != []
+    assert overlap_blockers(args, config) == []
+    assert config.explicit_plan_flags() == {}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 
@@ -15,7 +14,7 @@ from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
 from tests.unit.training.configs import config_with
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 
 @pytest.fixture
@@ -23,18 +22,10 @@ def megatron_args(monkeypatch):
     """Megatron's arguments for a run on 8 ranks with experts on two of them."""
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object):
-        command = (
-            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
+        args = parsed(monkeypatch, "--num-layers=8", "--moe-router-topk=2", *changes)
         args.world_size = 8
-        set_as_validation_does(args)
         return args
 
     return make
@@ -131,13 +122,3 @@ def test_plan_files_keep_tiles():
     assert json.loads(plan.to_json())["segments"][0]["tiles"] == 2
     assert "tiles" not in json.loads(fixed_plan(1).to_json())["segments"][0]
     assert type(plan).from_json(plan.to_json()) == plan
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", None), ("0", 0), ("4", 4)])
-def test_number_of_tiles_is_read(text, value):
-    assert LancetConfig.__dataclass_fields__["tiles"].metadata["flag"].value_of(text) == value
-
-
-def test_other_words_than_auto_are_refused():
-    with pytest.raises(UsageError, match="--lancet-tiles expects auto, or a number of tiles"):
-        LancetConfig.__dataclass_fields__["tiles"].metadata["flag"].value_of("many")
