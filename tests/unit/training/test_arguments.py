@@ -10,6 +10,7 @@ from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
+from megatron_lancet.features.row_bound.feature import RowBoundFlags, RowLimitChoice
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.registry import features
@@ -81,6 +82,8 @@ def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
         ("--lancet-comm-priority off", CommPriorityFlags(CommPriority.OFF)),
         ("--lancet-comm-priority all-to-all-first", CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST)),
         ("--lancet-grad-chunk-mb 2.5", CommPriorityFlags(grad_chunk_mb=2.5)),
+        ("--lancet-max-received-rows auto", RowBoundFlags(RowLimitChoice.AUTO)),
+        ("--lancet-max-received-rows 4096", RowBoundFlags(4096)),
     ],
 )
 def test_each_flag_of_a_feature_sets_its_field(words, expected):

@@ -167,8 +167,3 @@ def test_a_run_that_can_not_move_experts_is_refused_in_one_line(changes, message
 def test_run_with_whole_optimizer_states_may_move_experts(changes):
     check_can_rebalance(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN)
     assert choose_placement(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN) == {}
-
-
-def test_a_window_has_two_halves():
-    with pytest.raises(UsageError, match="--lancet-rebalance-interval expects at least 2, got 1"):
-        PlacementFlags(rebalance_interval=1)

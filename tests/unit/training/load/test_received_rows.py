@@ -16,13 +16,11 @@ from megatron_lancet.features.row_bound.feature import (
     check_row_limit,
     most_rows,
 )
-from megatron_lancet.registry import features
 from megatron_lancet.report.summary import StepRecord, rank_medians, summarise
 from megatron_lancet.runtime.comm import CommSettings
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training import arguments
 from megatron_lancet.training.saved_tensors import expert_row_bytes
 from tests.unit.training.configs import config_with
 
@@ -76,22 +74,6 @@ def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
     check_row_limit(args_of(expert_model_parallel_size=1), LancetConfig(), None)
     for limit in (1, RowLimitChoice.AUTO):
         check_row_limit(args_of(), config_with(RowBoundFlags(limit)), PLAN)
-
-
-def read(text):
-    config = arguments.config_from_words(["--lancet-max-received-rows", text], features())
-    return config.of(RowBoundFlags).max_received_rows
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", RowLimitChoice.AUTO), ("4096", 4096)])
-def test_the_flag_takes_a_word_or_a_number(text, value):
-    assert read(text) == value
-
-
-@pytest.mark.parametrize("text", ["0", "-4", "1.5", "all"])
-def test_anything_else_is_refused(text):
-    with pytest.raises(UsageError, match=rf"expects auto, or a number of rows above 0, got {text}"):
-        arguments.config_from_words([f"--lancet-max-received-rows={text}"], features())
 
 
 def record(num_chunks: int, num_rows: int) -> StepRecord:

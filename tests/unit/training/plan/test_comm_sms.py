@@ -183,11 +183,6 @@ def test_bound_on_sms_needs_a_torch_that_passes_it_to_nccl(monkeypatch, options)
         check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
 
 
-def test_bound_on_sms_is_at_least_one():
-    with pytest.raises(UsageError, match="--lancet-comm-sms expects at least 1, got 0"):
-        CommSmsFlags(0)
-
-
 def test_bound_on_sms_has_profiles_of_its_own(monkeypatch):
     for name in ("model_facts", "package_versions"):
         monkeypatch.setattr(facts, name, lambda _: {})
