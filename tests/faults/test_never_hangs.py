@@ -238,7 +238,7 @@ def test_error_names_the_silent_rank_among_several_peers(tmp_path, fault, what):
 )
 def test_error_in_a_hop_names_the_silent_rank_also_where_another_one_waited_for_it(tmp_path, fault, kind):
     """Rank 0 is not connected to rank 3, but to ranks 1 and 2, which are."""
-    processes = launch.start(launch.REPO / "tests/faults/hops_worker.py", [fault, kind], 4, tmp_path)
+    processes = launch.start(launch.REPO / "tests/faults/peers_worker.py", [fault, kind], 4, tmp_path)
     try:
         results = launch.finish(processes[:3], tmp_path, ENDS_WITHIN_S)
     finally:

@@ -8,7 +8,6 @@ layers 1 and 2 swap places when a run asks whether that pays: ``weights`` withou
 with all.
 """
 
-import faulthandler
 import functools
 import json
 import os
@@ -47,7 +46,6 @@ def recording(losses: list[dict[str, float]], classes: set[str]):
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     from megatron.training import training
 
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.

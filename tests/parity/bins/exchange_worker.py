@@ -1,7 +1,4 @@
-"""Four ranks deal the samples of three steps to bins, and of the last step once more, as a resumed run does.
-
-Usage: exchange_worker.py RESULT.json. Each rank writes RESULT.json.<rank>: by way of dealing its batches, by step.
-"""
+"""Four ranks deal the samples of three steps to bins, and of the last step once more, as a resumed run does."""
 
 import random
 from typing import Any
@@ -11,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_lancet.config import BinsChoice
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from tests.ranks.worker import finish, run_on_cpu
 
 NUM_RANKS, NUM_STEPS = 4, 3
 NUM_BINS, SAMPLES_OF_STACK = 2, 3
@@ -59,11 +55,7 @@ def batches(choice: BinsChoice, steps: range) -> list[list[dict[str, Any]]]:
     return [plain[first : first + NUM_BINS] for first in range(0, len(plain), NUM_BINS)]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def all_results() -> dict[str, Any]:
+    """By way of dealing the batches of this rank, by step."""
     whole, last = range(NUM_STEPS), range(NUM_STEPS - 1, NUM_STEPS)
-    finish({choice: {"whole": batches(choice, whole), "resumed": batches(choice, last)} for choice in BinsChoice})
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return {choice: {"whole": batches(choice, whole), "resumed": batches(choice, last)} for choice in BinsChoice}

@@ -1,7 +1,6 @@
 """Samples reach the rank that computes them, whole and once, and a resumed run deals them alike."""
 
 from itertools import chain, pairwise
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from tests.parity.bins.exchange_worker import (
     NUM_RANKS,
     NUM_STEPS,
     SAMPLES_OF_STACK,
+    all_results,
     labelled,
     tokens,
 )
@@ -21,7 +21,6 @@ from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("exchange_worker.py")
 DEALT = {
     BinsChoice.BALANCED: lambda drawn: balanced(drawn, NUM_BINS, COST, MAX_TOKENS),
     BinsChoice.FIRST_FIT: lambda drawn: first_fit(drawn, NUM_BINS, MAX_TOKENS),
@@ -29,9 +28,8 @@ DEALT = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch.results_of(WORKER, NUM_RANKS, tmp_path_factory.mktemp("exchange"), timeout_s=90)
+results = launch.results(all_results, NUM_RANKS, timeout_s=90)
+"""Per rank: what is found for each case."""
 
 
 def samples_of(batch, is_padded):

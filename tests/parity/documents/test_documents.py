@@ -1,23 +1,19 @@
 """Packed documents in the overlapping layers against stock with a mask of documents: losses and every gradient."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.documents.cases import CASES
+from tests.parity.documents.documents_worker import all_results
 from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("documents_worker.py")
 NAMES = [f"{layout}/{name}" for layout, cases in CASES.items() for name in cases]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: how far each case is from stock."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("documents"), timeout_s=240)
+results = launch.results(all_results, 2, timeout_s=240)
+"""Per rank: what is found for each case."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,6 @@
 """Every parameter's gradient, every logged loss and every report to DDP: ours against stock, EP=2 on two ranks."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -9,6 +8,7 @@ from benchmarks.gradient_error import worst
 from megatron_lancet.schedule.plan import DwPolicy
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
+from tests.parity.gradients.gradients_worker import all_results
 from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.variants import (
     CUTS,
@@ -31,14 +31,11 @@ from tests.ranks import launch
 # All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
-WORKER = Path(__file__).with_name("gradients_worker.py")
 BF16_AGAINST_FP32 = "bf16 against fp32"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: what the worker found for each variant."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("gradients"), timeout_s=1200)
+results = launch.results(all_results, 2, timeout_s=1200)
+"""Per rank: what is found for each case."""
 
 
 def exact_cases() -> list[str]:

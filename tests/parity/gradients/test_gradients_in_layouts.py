@@ -2,14 +2,13 @@
 
 import statistics
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from benchmarks.gradient_error import worst
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients import hops
-from tests.parity.gradients.layouts_worker import CASES, CHANGES_SUMS, DEDUP_CASES
+from tests.parity.gradients.layouts_worker import CASES, CHANGES_SUMS, DEDUP_CASES, all_results
 from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
 from tests.parity.gradients.variants import precision_of
 from tests.parity.load import guarded
@@ -19,13 +18,10 @@ from tests.ranks import launch
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1020)]
 
 PLACED_CASES = {**IN_LAYOUTS, **IN_HOPS}
-WORKER = Path(__file__).with_name("layouts_worker.py")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: what the worker found for each layout."""
-    return launch.results_of(WORKER, 4, tmp_path_factory.mktemp("layouts"), timeout_s=1000)
+results = launch.results(all_results, 4, timeout_s=1000)
+"""Per rank: what is found for each case."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *PLACED_CASES, *tiled.IN_LAYOUTS])

@@ -1,14 +1,9 @@
-"""Steps of a model in a mocked world, with and without a trace: python trace_worker.py RESULT.json."""
+"""Steps of a model in a mocked world, with and without a trace."""
 
-import faulthandler
 import itertools
-import json
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,6 @@ from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
     NUM_MICRO_BATCHES,
@@ -142,7 +136,8 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.main_grad.clone() for parameter in model.parameters()]
 
 
-def main() -> None:
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
@@ -154,10 +149,4 @@ def main() -> None:
         results["profile"] = model.profile()
         results["recomputed"] = Model(RECOMPUTED).run(PLANS["batch"])
         parallel_state.destroy_model_parallel()
-    Path(sys.argv[1]).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    return results

@@ -1,12 +1,12 @@
 """Plans with pairing against stock, in steps of Megatron's own schedules: every gradient, loss, log and collective."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.variants import precision_of
+from tests.parity.paired import paired_layouts_worker, paired_worker
 from tests.parity.paired.paired_cases import (
     CASES,
     IN_LAYOUTS,
@@ -24,21 +24,12 @@ from tests.ranks import launch
 # Each worker runs all its cases in one start of its ranks.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
-FOLDER = Path(__file__).parent
 CASES_ON_FOUR = {name: case for name, (_, case) in (IN_LAYOUTS | IN_PIPELINES).items()}
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory):
-    """Per rank: what the worker found for each case."""
-    return launch.results_of(FOLDER / "paired_worker.py", 2, tmp_path_factory.mktemp("paired"), timeout_s=600)
-
-
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory):
-    """Per rank: what the worker found for each case."""
-    worker = FOLDER / "paired_layouts_worker.py"
-    return launch.results_of(worker, 4, tmp_path_factory.mktemp("paired-layouts"), timeout_s=600)
+on_two = launch.results(paired_worker.all_results, 2, timeout_s=600)
+"""Per rank: what is found for each case."""
+on_four = launch.results(paired_layouts_worker.all_results, 4, timeout_s=600)
 
 
 def check(results, name: str, case: Case, check_gradients) -> None:

@@ -1,31 +1,101 @@
 """Delayed scaling, whose state is global, where a forward is under way beside each backward."""
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.schedule.plan import paired
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.te.fp8_worker import NUM_STEPS
+from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.connections import parallel
+from tests.parity.gradients.gradients_worker import plan_of
+from tests.parity.te import fp8_worker
+from tests.parity.te.fp8_worker import NUM_STEPS, RECIPES, compared, run
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
-WORKER = Path(__file__).with_name("fp8_pairs_worker.py")
+_NUM_MICRO_BATCHES = 4
+
+
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """As the training script's: takes the next samples, and returns the output and what makes a loss of it."""
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = output.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return model(**{"attention_mask": None, **next(batches)}), loss
+
+
+def step(ddp: Any) -> list[float]:
+    """One step of Megatron's schedule without an optimizer: losses; gradients stay in main_grad."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import schedules
+
+    ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
+    ddp.zero_grad_buffer()
+    with replaced(gradients_worker, "NUM_MICRO_BATCHES", _NUM_MICRO_BATCHES):
+        found = schedules.forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=gradients_worker.micro_batches(),
+            model=[ddp],
+            num_microbatches=_NUM_MICRO_BATCHES,
+            seq_length=gradients_worker.SEQ_LENGTH,
+            micro_batch_size=gradients_worker.MICRO_BATCH,
+        )
+    return [entry["loss"].item() for entry in found]
+
+
+def all_results() -> dict[str, Any]:
+    """Compares one and two chunks of the recipes, and counts the backwards' waits."""
+    from megatron_lancet.runtime.pairing import Pairing
+    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+
+    setups, num_waits = [], 0
+
+    def overlapping_model(stock: Callable[..., Any], *args: Any) -> Any:
+        setup, stats = stock(*args)
+        setups.append(setup)
+        return setup, stats
+
+    def backward_waits(stock: Callable[..., None], pairing: Any) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        stock(pairing)
+
+    result: dict[str, Any] = {}
+    with (
+        parallel({"expert_model_parallel_size": 2}),
+        replaced(fp8_worker, "step", step),
+        around(fp8_worker, "overlapping_model", overlapping_model),
+        around(Pairing, "backward_waits", backward_waits),
+        paired_schedules(lambda: setups[-1].stages),
+    ):
+        for name in (*IN_FP32, RECOMPUTED):
+            settings = RECIPES[name].settings
+            stock = run({key: value for key, value in settings.items() if not key.startswith("recompute")})
+            for num_chunks in (1, 2):
+                num_waits = 0
+                ours = run(settings, paired(plan_of(num_chunks)), [one.weights for one in stock.steps])
+                result[f"{name}/k={num_chunks}"] = {**compared(ours, stock), "num_waits": num_waits}
+    return result
+
+
 IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
 """Activations are fp32, so that nothing but the order of sums differs."""
+RECOMPUTED = "delayed-recompute"
 NUM_WAITS = NUM_STEPS * 4 * 3 * 2
 """Of one chunk: steps, micro-batches, layers, dispatch and combine."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fp8-pairs")
-    return launch.results_of(WORKER, 2, folder, timeout_s=400, args=(*IN_FP32, "delayed-recompute"), te=True)
+results = launch.results(all_results, 2, timeout_s=400, te=launch.Te())
 
 
-@pytest.mark.parametrize(
-    ("recipe", "num_chunks"), [*((name, k) for name in IN_FP32 for k in (1, 2)), ("delayed-recompute", 1)]
-)
+@pytest.mark.parametrize(("recipe", "num_chunks"), [*((name, k) for name in IN_FP32 for k in (1, 2)), (RECOMPUTED, 1)])
 def test_scales_and_gradients_of_paired_steps_are_stocks(results, recipe, num_chunks, check_gradients):
     """A context of fp8 that a recomputation opens must not show in the forward beside it."""
     for result in results:

@@ -3,25 +3,76 @@
 Transformer Engine's Python is its own; its kernels are plain torch here, see ``tests/te_cpu``.
 """
 
-from pathlib import Path
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
+from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.plan import fixed_plan
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.variants import precision_of
-from tests.parity.te.variants import GUARDED, MOST_ROWS, PAIRED, PLACED, cases
+from tests.parity.gradients.connections import parallel
+from tests.parity.gradients.disturbances import erratic_wire
+from tests.parity.gradients.gradients_worker import build, compare_plan, overlapping_model
+from tests.parity.gradients.placed import numbers_in_checkpoints, place
+from tests.parity.gradients.variants import VARIANTS, precision_of
+from tests.parity.paired.paired_worker import compare
+from tests.parity.te.variants import FUSED, GUARDED, HAZARDS, MOST_ROWS, PAIRED, PLACED, TE, cases
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
-WORKER = Path(__file__).with_name("worker.py")
+
+def first_call_of_a_step(stack: ExitStack) -> None:
+    """Negative control: Transformer Engine's own forward, whose first dW of a step overwrites the gradient."""
+    from megatron_lancet.model.te.linear import TELinearPerChunk
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(TELinearPerChunk, self).forward(*args, **kwargs)
+
+    stack.enter_context(replaced(TELinearPerChunk, "forward", forward))
+
+
+def grad_from_autograd_counts(stack: ExitStack) -> None:
+    """Negative control: what autograd finds in ``.grad`` is added, as for Megatron's own linear layers."""
+    from megatron_lancet.model.te import linear
+    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+
+    stack.enter_context(replaced(linear._WeightWithPlaceholder, "report", DeferredWeight.report))
+
+
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return results_on_two_ranks()
+
+
+def results_on_two_ranks() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, (overrides, plan) in cases().items():
+        results[name] = compare_plan({**TE, **overrides}, plan, erratic_wire if "dw-memory" in name else None)
+    repeated = {**TE, **VARIANTS["mtp-repeated"]}
+    results["mtp-repeated-fused/k=2"] = compare_plan({**repeated, **FUSED}, fixed_plan(2), against=repeated)
+    results["mtp-repeated-fused/stock"] = compare_plan({**repeated, **FUSED}, fixed_plan(2))
+    for name, disturb in {"first-call": first_call_of_a_step, "dw-at-once": grad_from_autograd_counts}.items():
+        overrides, plan = HAZARDS[name]
+        results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
+    for name, placed in PLACED.items():
+        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
+    model, *_ = build(PLACED["placed/grouped/k=1"].overrides)
+    overlapping_model(model, fixed_plan(1))
+    place(model, PLACED["placed/grouped/k=1"])
+    results["placed/numbers"] = numbers_in_checkpoints(model)
+    for name, (overrides, plan) in GUARDED.items():
+        results[name] = compare_plan({**TE, **overrides}, plan, max_rows=MOST_ROWS)
+    return results | {name: compare(case) for name, case in PAIRED.items()}
+
+
 CASES = [*cases(), "mtp-repeated-fused/k=2", *PLACED]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: what the worker found for each case."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("te"), timeout_s=1200, te=True)
+results = launch.results(all_results, 2, timeout_s=1200, te=launch.Te())
+"""Per rank: what is found for each case."""
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:

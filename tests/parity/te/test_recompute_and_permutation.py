@@ -1,23 +1,18 @@
 """Recompute and fused permutation that Megatron offers for Transformer Engine's layers: ours against stock, EP=2."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.variants import precision_of
-from tests.parity.te.recompute_and_permutation_worker import CASES, MEMORY_CASES
+from tests.parity.te.recompute_and_permutation_worker import CASES, MEMORY_CASES, all_results
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: 30 seconds on two idle cores.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: what the worker found for each case."""
-    worker = Path(__file__).with_name("recompute_and_permutation_worker.py")
-    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_recompute"), timeout_s=600, te=True)
+results = launch.results(all_results, 2, timeout_s=600, te=launch.Te(interprets_triton=True))
+"""Per rank: what is found for each case."""
 
 
 @pytest.mark.parametrize("case", CASES)
