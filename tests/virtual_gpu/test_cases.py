@@ -127,7 +127,7 @@ def needs_no_counts(case, plan) -> bool:
     return case.overrides.get("moe_pad_expert_input_to_capacity", False) and plan.num_chunks == 1
 
 
-def test_cases_cover_each_late_stream_with_and_without_deferred_weight_grads():
+def test_cases_cover_each_late_stream_with_each_dw_policy():
     for policy in DwPolicy:
         late = {name for case in CASES.values() if uses(case, policy) for names in case.late for name in names}
         assert late >= {"compute", "comm", "DDP", "NCCL"}

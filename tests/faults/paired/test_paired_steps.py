@@ -75,7 +75,7 @@ failed_steps = launch.results(all_attempts, 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_step_after_a_failed_one_equals_an_undisturbed_one_bitwise(failed_steps, plan):
+def test_step_after_a_failed_one_equals_an_undisturbed_one(failed_steps, plan):
     for result in failed_steps:
         steps = result[plan]
         assert len(steps["places"]) >= 20
@@ -97,7 +97,7 @@ def test_activations_are_counted(failed_steps, plan):
     assert all(result[plan]["most_alive"] > 50 for result in failed_steps)
 
 
-def test_steps_on_an_erratic_wire_end_with_the_bits_of_an_undisturbed_one(tmp_path):
+def test_steps_on_an_erratic_wire_equal_an_undisturbed_one(tmp_path):
     """Whose turn it is depends on no clock: ranks that are out of step wait for each other, and never for ever."""
     for result in launch.results_of(unequal_seeds_of_plans, 2, tmp_path, args=[30]):
         assert result == {plan: [] for plan in PLANS}

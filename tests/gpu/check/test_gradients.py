@@ -52,7 +52,7 @@ def test_latent_attention_in_sequence_chunks_equals_stock(tmp_path):
     assert "TRITON_INTERPRET" in found[FUSED]["left_out"]
 
 
-def test_fused_rope_of_latent_attention_runs_in_tritons_interpreter(tmp_path):
+def test_fused_rope_of_latent_attention_runs_interpreted(tmp_path):
     """Another process: Triton decides at import whether it interprets."""
     file = tmp_path / "results.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
@@ -96,7 +96,7 @@ def test_repeats_that_differ_are_an_error(tmp_path):
     assert result["gradient_error"] < result["bound"]
 
 
-def test_operator_without_a_deterministic_implementation_is_named(tmp_path):
+def test_operator_that_is_not_deterministic_is_named(tmp_path):
     def step(stock, runner):
         if runner.comm is not None and not torch.is_deterministic_algorithms_warn_only_enabled():
             raise RuntimeError("sums_cuda does not have a deterministic implementation, but you set ...")

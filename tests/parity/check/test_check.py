@@ -122,7 +122,7 @@ def test_check_finds_bugs_that_are_put_back(found, name):
 
 
 @pytest.mark.parametrize("bug", OF_THE_OVERLAP, ids=lambda bug: bug.name)
-def test_check_finds_bugs_of_the_overlap_and_says_that_stock_is_right(found, bug):
+def test_check_finds_bugs_of_the_overlap(found, bug):
     told = found["ours"][bug.name]
     assert told["stock"] == []
     assert any(bug.shown in one for one in told["ours"]), told["ours"]
@@ -135,7 +135,7 @@ def test_check_finds_bugs_of_the_overlap_and_says_that_stock_is_right(found, bug
         assert all(one == "grad norm" or bug.shown in one for one in told["ours"])
 
 
-def test_check_finds_what_the_installed_version_gets_wrong_and_what_it_takes(found):
+def test_check_finds_a_bug_of_the_installed_version(found):
     bug = found["in full"]
     assert bug["found"]
     assert bug["worst"][0].endswith("mlp.router.weight")

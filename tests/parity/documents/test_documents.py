@@ -17,7 +17,7 @@ results = launch.results(all_results, 2, timeout_s=240)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_and_gradients_equal_stock_with_a_mask_of_documents(results, name, check_gradients):
+def test_gradients_equal_stock_with_a_mask_of_documents(results, name, check_gradients):
     for rank, result in enumerate(results):
         found = result[name]
         assert found["zero_gradients"] == []
@@ -34,7 +34,7 @@ def test_losses_of_an_evaluation_equal_stock(results, name):
 
 
 @pytest.mark.parametrize("name", ["one-document/plain/k=1", "one-document/llama-like/k=2/sequence"])
-def test_samples_of_one_document_give_the_bits_of_samples_without_documents(results, name):
+def test_samples_of_one_document_equal_plain_samples(results, name):
     for result in results:
         found = result[name]
         assert (found["loss"], found["evaluation"], found["logged"]) == (0.0, 0.0, 0.0)

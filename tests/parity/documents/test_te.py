@@ -39,7 +39,7 @@ results = launch.results(all_results, 2, timeout_s=150, te=launch.Te())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_equal_stock_with_the_same_documents(results, name, check_gradients):
+def test_te_gradients_equal_stock_with_the_same_documents(results, name, check_gradients):
     for rank, result in enumerate(results):
         found = result[name]
         assert found["zero_gradients"] == []

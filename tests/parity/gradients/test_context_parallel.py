@@ -157,7 +157,7 @@ results = launch.results(all_results, 2, timeout_s=150)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_of_sequence_slices_equal_those_of_whole_sequences(results, model, check_gradients):
+def test_gradients_of_slices_equal_those_of_whole_sequences(results, model, check_gradients):
     for rank, result in enumerate(results):
         found = result[f"{model}/stock"]
         check_gradients(found["gradients"], TOLERANCE, f"rank {rank}")
@@ -194,7 +194,7 @@ def test_order_of_collectives_does_not_depend_on_the_wire(results):
     assert results[0]["erratic-wire/k=2"]["collectives"] == results[0]["plain/k=2"]["collectives"]
 
 
-def test_keys_and_values_are_gathered_during_another_chunks_all_to_all(results):
+def test_keys_are_gathered_during_another_chunks_all_to_all(results):
     order = results[0]["plain/k=2"]["collectives"]
     leaves = order.index("L1.c0.F.dispatch")
     assert "_gather_along_first_dim" in order[leaves : order.index("L1.c0.F.combine")]

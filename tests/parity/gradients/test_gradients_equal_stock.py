@@ -103,7 +103,7 @@ def test_order_of_collectives_does_not_depend_on_planned_gaps(results):
 
 
 @pytest.mark.parametrize("case", ["plain/k=1", "group-limited/k=1", "mla/k=1", "frozen-half-of-the-linears/k=1"])
-def test_dispatch_without_duplicates_sends_the_same_messages_with_fewer_rows(results, case):
+def test_dedup_sends_the_same_messages_with_fewer_rows(results, case):
     """Both experts of a group-limited token are on one rank: it goes there once, with a row of the same width."""
     for result in results:
         ours, plain = result[f"{case}/dedup"], result[case]
@@ -191,7 +191,7 @@ def test_gradient_comparison_detects_padding_that_routers_count(results):
     assert found["logged"] > 100 * TOLERANCE
 
 
-def test_gradient_comparison_detects_mtp_weight_grads_that_are_added_in_another_order(results):
+def test_comparison_detects_mtp_dws_added_in_another_order(results):
     assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
 
 
@@ -201,7 +201,7 @@ def test_gradient_comparison_detects_damaged_tiles(results, damage):
         assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
 
 
-def test_gradient_comparison_detects_weight_grads_that_sum_rows_by_part(results):
+def test_comparison_detects_dws_that_sum_rows_by_part(results):
     """Another order of sums: seen to the bit, and only there."""
     largest = [max(result["tiles/rows-by-part"]["gradients"].values()) for result in results]
     assert 0 < max(largest) <= TOLERANCE
@@ -217,18 +217,18 @@ def test_rows_that_stay_are_in_no_message(results):
 
 
 @pytest.mark.parametrize("damage", DAMAGED_DEDUP)
-def test_gradient_comparison_detects_a_damaged_dispatch_without_duplicates(results, damage):
+def test_comparison_detects_a_damaged_dedup(results, damage):
     for result in results:
         assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
 
 
-def test_gradient_comparison_detects_experts_whose_weights_stayed_behind(results):
+def test_comparison_detects_experts_without_their_weights(results):
     for result in results:
         assert max(result["placed/unmoved"]["gradients"].values()) > 1e4 * TOLERANCE
         assert result["placed/unmoved"]["loss"] > 100 * TOLERANCE
 
 
-def test_gradient_comparison_detects_an_mtp_layer_with_the_tokens_of_another(results):
+def test_comparison_detects_an_mtp_layer_with_other_tokens(results):
     found = results[0]["same-prediction-twice/k=2"]
     assert found["gradients"]["mtp.layers.1.eh_proj.weight"] > 1e4 * TOLERANCE
     assert found["logged"] > 100 * TOLERANCE
@@ -238,12 +238,12 @@ def test_gradient_comparison_detects_a_lost_weight_grad(results):
     assert max(results[0]["lost-weight-grad/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
 
 
-def test_gradient_comparison_detects_hybrid_layers_whose_input_lacks_a_gradient(results):
+def test_comparison_detects_hybrid_layers_without_a_gradient(results):
     assert max(results[0]["detached-experts/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
 
 
 @pytest.mark.parametrize("damage", DAMAGED_GRADIENTS)
-def test_gradient_comparison_detects_one_damaged_gradient_of_the_second_step(results, damage):
+def test_comparison_detects_a_damaged_gradient_of_step_2(results, damage):
     """Not a number, infinite, or of a parameter that only stock trains: nothing else deviates, and this is seen."""
     for result in results:
         found = dict(result[f"{damage}/k=2"]["gradients"])
@@ -258,7 +258,7 @@ def test_lost_flush_stops_the_run_before_the_next_forward(results):
 
 
 @pytest.mark.parametrize("case", guarded.CASES)
-def test_chunks_in_rounds_have_stocks_gradients_and_no_more_rows_than_they_may(results, case, check_gradients):
+def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
     guard = guarded.CASES[case]
     assert results[0][case]["collectives"] == results[1][case]["collectives"]
     for rank, result in enumerate(results):

@@ -34,7 +34,7 @@ def counted_and_built() -> dict[str, Any]:
     return sizes
 
 
-def test_counted_parameters_equal_those_of_transformer_engines_layers(tmp_path):
+def test_counted_parameters_equal_those_of_te_layers(tmp_path):
     (sizes,) = launch.results_of(counted_and_built, 1, tmp_path, te=launch.Te(), is_bare=True)
     assert len(sizes) == 6
     assert {name: size["counted"] for name, size in sizes.items()} == {

@@ -175,7 +175,7 @@ def test_every_message_is_waited_for_once(found):
     assert 0 < found["counted"]["exposed_ms"] <= rows_ms
 
 
-def test_messages_of_forwards_and_backwards_are_in_flight_side_by_side(results):
+def test_messages_of_both_passes_are_in_flight_together(results):
     def num_beside(found):
         messages = [
             (Op.parse(span["name"]).phase, span["start_ms"], span["end_ms"]) for span in spans_in(found, "comm")

@@ -69,7 +69,7 @@ def test_order_of_collectives_is_the_same_on_all_ranks(on_two, name):
 
 
 @pytest.mark.parametrize("name", CASES_ON_FOUR)
-def test_order_of_collectives_is_the_same_on_all_ranks_of_a_stage(on_four, name):
+def test_order_of_collectives_is_the_same_in_a_stage(on_four, name):
     layout, _ = {**IN_LAYOUTS, **IN_PIPELINES}[name]
     orders = [result[name]["collectives"] for result in on_four]
     stages = {"EP2xPP2": [orders[:2], orders[2:]], "PP4": [[order] for order in orders]}.get(layout, [orders])
@@ -79,7 +79,7 @@ def test_order_of_collectives_is_the_same_on_all_ranks_of_a_stage(on_four, name)
         assert any(f".I.{kind}" in op for op in stage[0])
 
 
-def test_messages_of_a_backward_and_of_the_forward_beside_it_take_turns(on_two):
+def test_messages_of_a_backward_and_a_forward_take_turns(on_two):
     """Three micro-batches of three layers: the whole order, as ``schedule/pairing.py`` draws it."""
     sent = [op for op in on_two[0]["plain/M=3"]["collectives"] if not op.startswith("reduce")]
     forward = [op for layer in (1, 2, 3) for op in (f"L{layer}.c0.F.counts+dispatch", f"L{layer}.c0.F.combine")]
@@ -90,7 +90,7 @@ def test_messages_of_a_backward_and_of_the_forward_beside_it_take_turns(on_two):
     assert sent == [part for op in expected for part in _parts(op)]
 
 
-def test_four_messages_of_a_backward_take_turns_with_four_of_the_forward_beside_it(on_four):
+def test_messages_of_two_hops_take_turns(on_four):
     """Three micro-batches of three layers with two hops: the whole order, as above."""
     sent = [op for op in on_four[0]["EP4/two-hop"]["collectives"] if not op.startswith("reduce")]
     hops = ["counts+node_dispatch", "local_dispatch", "local_combine", "node_combine"]
@@ -117,12 +117,12 @@ def _parts(op: str) -> list[str]:
         ("plain/none", "plain/none/erratic-wire"),
     ],
 )
-def test_order_of_collectives_depends_on_neither_the_wire_nor_planned_gaps_nor_memory(on_two, one, other):
+def test_order_of_collectives_depends_on_the_plan_alone(on_two, one, other):
     for result in on_two:
         assert result[one]["collectives"] == result[other]["collectives"]
 
 
-def test_a_backward_with_fewer_messages_than_planned_leaves_the_rest_of_the_forward_behind_it(on_two):
+def test_forward_after_a_backward_with_few_messages(on_two):
     """Nothing needs a gradient in front of the second layer."""
     sent = [op for op in on_two[0]["frozen-first-layer"]["collectives"] if not op.startswith("reduce")]
     assert not any(op.startswith("L1.") and ".I." in op for op in sent)
@@ -147,7 +147,7 @@ def test_chunks_are_those_of_the_middle_and_of_the_ends(on_two):
     assert chunks_of("chunks/one-micro-batch") == [2]
 
 
-def test_micro_batches_at_the_ends_of_an_interleaved_pipeline_have_their_own_chunks(on_four):
+def test_ends_of_an_interleaved_pipeline_have_own_chunks(on_four):
     """Of 8 micro-batches and 2 virtual stages: those of the warm-up, and those whose backward is in the cool-down."""
     for rank, num_without_partner in ((0, 5), (3, 3)):
         sent = on_four[rank]["EP2xPP2/chunks-at-ends"]["collectives"]
@@ -156,7 +156,7 @@ def test_micro_batches_at_the_ends_of_an_interleaved_pipeline_have_their_own_chu
         assert sum(op.endswith("c0.F.dispatch") for op in sent) == 16
 
 
-def test_switching_between_plans_with_and_without_pairing_changes_no_gradient(on_two, check_gradients):
+def test_switching_to_pairs_and_back_changes_no_gradient(on_two, check_gradients):
     """Each step against stock on the same weights, which move on."""
     first, second = (result[SWITCHED] for result in on_two)
     assert [found["plan"] for found in first] == ["paired", *SWITCHED_PLANS, "paired"]
@@ -180,14 +180,14 @@ def _has_pairs(collectives: list[str]) -> bool:
     return sum(before != after for before, after in pairwise(is_forward)) > 5
 
 
-def test_comparison_detects_random_numbers_of_a_backward_between_those_of_the_forward(on_two):
+def test_comparison_detects_random_numbers_in_a_backward(on_two):
     for result in on_two:
         found = result[RANDOM_IN_BACKWARD]
         assert not found["losses_equal"]
         assert max(found["gradients"].values()) > 1e4 * TOLERANCE
 
 
-def test_comparison_detects_forwards_in_another_order_than_the_samples(on_two):
+def test_comparison_detects_forwards_in_another_order(on_two):
     """Two summands in another order are the same sum: only each micro-batch's own loss tells."""
     for result in on_two:
         found = result[OTHER_SAMPLES]
@@ -195,7 +195,7 @@ def test_comparison_detects_forwards_in_another_order_than_the_samples(on_two):
         assert found["loss"] > 100 * TOLERANCE
 
 
-def test_comparison_of_collectives_detects_turns_that_differ_between_ranks(on_two):
+def test_comparison_detects_turns_that_differ_between_ranks(on_two):
     """Without expert parallelism: otherwise ranks would wait for each other."""
     first, second = (result[LATE_FORWARDS] for result in on_two)
     assert first["collectives"] != second["collectives"]

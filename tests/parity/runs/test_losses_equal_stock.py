@@ -75,7 +75,7 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
             assert ours.series(name) == pytest.approx(expected.series(name), rel=tolerance), name
 
 
-def test_flex_sends_a_row_per_token_and_rank_and_losses_equal_stock(stock, token_data, tmp_path):
+def test_flex_sends_a_row_per_token_and_rank(stock, token_data, tmp_path):
     """One chunk, and two experts per token: sums of two, so not a bit may differ, whichever steps are traced."""
     flags = [*EP2, "--moe-token-dispatcher-type", "flex", "--lancet-num-chunks", 1, "--lancet-report", tmp_path]
     flags += ["--lancet-causes-interval", 2, "--tensorboard-dir", tmp_path / "events"]
@@ -109,7 +109,7 @@ def check_causes(output, folder, steps):
         assert sum(values[index] for values in by_tag.values()) == pytest.approx(causes["exposed_ms"], rel=1e-3)
 
 
-def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_equal_stock(stock, token_data, tmp_path):
+def test_each_flag_that_limits_the_plan(stock, token_data, tmp_path):
     """Each flag that limits the plan, with a value that is not its default."""
     limits = "--lancet-num-chunks 2 --lancet-attention sdpa --lancet-range gate --lancet-chunk-dim batch"
     limits += " --lancet-dispatch dedup --lancet-dw-policy none --lancet-max-received-rows auto"
@@ -136,7 +136,7 @@ def test_plan_off_runs_the_fused_attention_that_is_asked_for(stock, token_data, 
         assert fused.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
 
 
-def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
+def test_clipped_training_with_bounded_weight_grads(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)

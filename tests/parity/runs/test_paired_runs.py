@@ -54,7 +54,7 @@ def validation_losses(run: Run) -> list[str]:
     return re.findall(r"validation loss at iteration \d+ [^\n]*", "\n".join(run.outputs))
 
 
-def test_losses_equal_stock_while_the_batch_size_grows_and_between_evaluations(stock, ours):
+def test_losses_equal_stock_while_the_batch_size_grows(stock, ours):
     (expected, _), (found, _) = stock, ours
     assert "paired" in found.outputs[0]
     assert "megatron_lancet.model.transformer_block" in found.model_modules
@@ -114,7 +114,7 @@ def test_losses_in_layouts_equal_stock(token_data, tmp_path, by_plan, layout):
         assert found.series(name) == expected.series(name), name
 
 
-def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(token_data, tmp_path):
+def test_losses_with_chunks_at_the_ends_equal_stock(token_data, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(1, DwPolicy.FILL), fixed_plan(2))))
     both = [*EP2, *FOUR_MICRO_BATCHES, *REDUCTIONS]

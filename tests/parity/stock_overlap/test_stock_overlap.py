@@ -209,7 +209,7 @@ def results(token_data, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_stock_modules_with_megatrons_own_overlap_train_as_their_reference(results, name):
+def test_own_overlap_of_stock_trains_as_its_reference(results, name):
     ours, reference = results[name], results[f"reference: {name}"]
     assert len(ours["losses"]) == 2
     assert {"lm loss", "grad norm"} <= ours["losses"][0].keys()

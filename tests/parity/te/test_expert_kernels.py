@@ -88,7 +88,7 @@ OURS = 7 + 11 + 4
 """See ``unit/model/local_experts/test_expert_kernels``."""
 
 
-def test_local_experts_have_at_most_a_fifth_more_kernels_than_te_grouped_experts(tmp_path):
+def test_experts_have_at_most_a_fifth_more_kernels_than_te(tmp_path):
     """Of Transformer Engine a grouped GEMM counts as one kernel, which it is on request; by default it is sixteen."""
     (result,) = launch.results_of(kernels_of_grouped_experts, 1, tmp_path, timeout_s=100, te=launch.Te())
     forward, backward = result["forward"], result["backward"]

@@ -150,7 +150,7 @@ def test_te_order_of_collectives_is_the_same_on_all_ranks(results):
         assert any(".I.dispatch" in op for op in first[case]["collectives"]), case
 
 
-def test_te_grouped_experts_at_other_places_keep_their_numbers_in_checkpoints(results):
+def test_te_placed_experts_keep_numbers_in_checkpoints(results):
     for result in results:
         assert all(stored == expert for stored, expert in result["placed/numbers"])
         # Of each of two experts in each of three layers: both halves of the gated layer, the other one, two states.
@@ -158,14 +158,14 @@ def test_te_grouped_experts_at_other_places_keep_their_numbers_in_checkpoints(re
     assert {stored for stored, _ in results[0]["placed/numbers"]} != {0, 1}
 
 
-def test_te_deferred_weight_grads_wait_for_gaps_within_their_bound(results):
+def test_te_deferred_weight_grads_keep_their_bound(results):
     for result in results:
         assert result["fused/k=2"]["peak_dw_bytes"] > 20_000
         assert 0 < result["dw-memory-20000/k=2"]["peak_dw_bytes"] <= 20_000
         assert result["dw-memory-1/k=2"]["peak_dw_bytes"] == result["dw-at-once"]["peak_dw_bytes"] == 0
 
 
-def test_stock_loses_gradients_of_a_repeated_mtp_layer_with_fused_weight_grads(results):
+def test_stock_loses_gradients_of_a_repeated_mtp_layer(results):
     """So ours are compared with those of stock without fusion, see docs/support.md."""
     for result in results:
         found = result["mtp-repeated-fused/stock"]["gradients"]
@@ -173,7 +173,7 @@ def test_stock_loses_gradients_of_a_repeated_mtp_layer_with_fused_weight_grads(r
         assert found["decoder.layers.1.self_attention.linear_qkv.weight"] <= TOLERANCE
 
 
-def test_gradient_comparison_detects_a_first_call_that_overwrites(results):
+def test_comparison_detects_a_first_call_that_overwrites(results):
     """The same plan without our forward: the first chunk's dW overwrites those of the others."""
     for result in results:
         found = result["first-call/damaged"]["gradients"]
@@ -181,7 +181,7 @@ def test_gradient_comparison_detects_a_first_call_that_overwrites(results):
         assert found["decoder.layers.1.self_attention.linear_qkv.weight"] > 0.1
 
 
-def test_gradient_comparison_detects_a_weight_grad_that_counts_twice(results):
+def test_comparison_detects_a_weight_grad_that_counts_twice(results):
     """The same plan with ``.grad`` added: the buffers of a grouped linear hold the dW that was added already."""
     for result in results:
         found = result["dw-at-once/damaged"]["gradients"]

@@ -16,7 +16,7 @@ results = launch.results(all_results, 2, timeout_s=600, te=launch.Te(interprets_
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_with_te_recompute_and_fused_permutation_equal_stock(results, case, check_gradients):
+def test_gradients_with_te_recompute_equal_stock(results, case, check_gradients):
     for rank, result in enumerate(results):
         found = result[case]
         bound = 0.0 if "/k=1" in case else TOLERANCE
@@ -32,7 +32,7 @@ def test_parameters_with_te_recompute_are_reported_ready_once(results, case):
         assert result[case]["reports"] == dict.fromkeys(result[case]["parameters"], 1)
 
 
-def test_stocks_checkpoints_would_report_parameters_once_per_chunk(results):
+def test_stocks_checkpoints_would_report_once_per_chunk(results):
     """Each of its backward passes inside the backward pass reports what was recomputed."""
     for result in results:
         reports = result["stock's checkpoints"]["reports"]
@@ -43,7 +43,7 @@ def test_stocks_checkpoints_would_report_parameters_once_per_chunk(results):
 
 
 @pytest.mark.parametrize("case", MEMORY_CASES)
-def test_recomputed_outputs_are_not_kept_from_forward_to_backward(results, case):
+def test_recomputed_outputs_are_not_kept(results, case):
     dropped = {"router", "linear_fc2"} | ({"core_attention"} if "latent" in case else set())
     for result in results:
         kept = result[f"memory/{case}"]

@@ -62,7 +62,7 @@ TOLERANCE = {"torch.float32": 1e-6, "torch.bfloat16": 2.0**-7}
 """Of the largest value. Two roundings to bf16: of the part of each rank's keys, and of their sum."""
 
 
-def test_te_context_parallel_attention_equals_attention_to_the_whole_sequence(tmp_path):
+def test_te_context_parallel_attention_equals_whole_attention(tmp_path):
     for result in launch.results_of(differences, 2, tmp_path, 100, te=launch.Te()):
         assert len(result) == 6
         for name, found in result.items():
