@@ -7,6 +7,7 @@ stream, and the allocating stream has not waited for it. New memory may be some 
 still use, so the allocation counts as a write on its stream. No address has to be used again for either.
 """
 
+import functools
 import sys
 import weakref
 from collections import deque
@@ -208,11 +209,19 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     sites: list[str] = []
     while frame is not None and len(sites) < _SITE_DEPTH:
-        file = frame.f_code.co_filename
-        if any(part in file for part in _SITE_PARTS) and not any(part in file for part in _NOT_SITES):
-            sites.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}:{frame.f_code.co_name}")
+        code = frame.f_code
+        name = _name_of_site(code.co_filename)
+        if name is not None:
+            sites.append(f"{name}:{frame.f_lineno}:{code.co_name}")
         frame = frame.f_back
     return " < ".join(sites)
+
+
+@functools.cache
+def _name_of_site(file: str) -> str | None:
+    """The name of a file of the program; None for other files."""
+    is_site = any(part in file for part in _SITE_PARTS) and not any(part in file for part in _NOT_SITES)
+    return file.rsplit("/", 1)[-1] if is_site else None
 
 
 def _covers(access: Access, other: Access) -> bool:

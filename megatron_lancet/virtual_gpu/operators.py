@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -108,19 +108,41 @@ def base_name(function: Any) -> str:
     return str(function._schema.name.split("::")[-1])
 
 
+class _Argument(NamedTuple):
+    """An argument of a schema; ``changes`` names the memory that the operator changes, empty if it only reads."""
+
+    name: str
+    changes: frozenset[str]
+
+
+@functools.cache
+def _arguments(function: Any) -> tuple[_Argument, ...]:
+    """The arguments of a schema, which torch makes anew for each look: that takes longer than a small kernel."""
+    return tuple(_Argument(argument.name, _changed(argument)) for argument in function._schema.arguments)
+
+
+@functools.cache
+def _returns(function: Any) -> tuple[frozenset[str], ...]:
+    """Per result of a schema the name of the memory that the operator has changed; empty for new tensors."""
+    return tuple(map(_changed, function._schema.returns))
+
+
+def _changed(argument: Any) -> frozenset[str]:
+    info = argument.alias_info
+    return frozenset(info.before_set) if info is not None and info.is_write else frozenset()
+
+
 def accesses_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Accesses:
     """The tensors that an operator with these arguments reads and writes, by its schema."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for argument, value in _bound(function, args, kwargs):
-        info = argument.alias_info
-        target = writes if info is not None and info.is_write else reads
-        target.extend(tensors_in(value))
+        (writes if argument.changes else reads).extend(tensors_in(value))
     return Accesses(reads, writes)
 
 
-def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    arguments = function._schema.arguments
+def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+    arguments = _arguments(function)
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:
         if argument.name in kwargs:
@@ -130,13 +152,11 @@ def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def results_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Per result of the operator the argument that it is, for operators that write; None for new tensors."""
     results = []
-    for result in function._schema.returns:
-        info = result.alias_info
+    for changed in _returns(function):
         own = None
-        if info is not None and info.is_write:
+        if changed:
             for argument, value in _bound(function, args, kwargs):
-                other = argument.alias_info
-                if other is not None and other.is_write and other.before_set & info.before_set:
+                if argument.changes & changed:
                     own = value
         results.append(own)
     return results

@@ -24,7 +24,7 @@ from tests.te_cpu.dense import check_dense
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
-FEW = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 8}
+FEW = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 4}
 _SOFTMAX_LENGTH = 32
 """Megatron's fused softmax needs more than 16 keys."""
 

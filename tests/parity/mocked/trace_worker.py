@@ -1,9 +1,9 @@
 """Steps of a model in a mocked world, with and without a trace."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,
     SEQ_LENGTH,
     build,
-    micro_batches,
     overlapping_model,
     step,
     wrap_with_ddp,
 )
+from tests.parity.paired.paired_worker import step as scheduled_step
 
 MODEL = {
     "expert_model_parallel_size": 4,
@@ -45,8 +45,6 @@ PLANS: dict[str, Plan] = {
     "paired-batch": paired(fixed_plan(2)),
     "paired-layer": paired(fixed_plan(2, overlap_range=OverlapRange.LAYER)),
 }
-NUM_PAIRED_MICRO_BATCHES = 4
-"""Two of them in the middle of the step."""
 NODES = Nodes(2, 2)
 """How the four ranks lie, for the one of the profile's plans that has two hops."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -68,7 +66,7 @@ class Model:
         self.setup.switch(plan)
         ask_for_pairs(self.setup.stages, plan.is_paired)
         with paired_schedules(lambda: self.setup.stages) if plan.is_paired else nullcontext():
-            return self._run(paired_step if plan.is_paired else step)
+            return self._run(partial(scheduled_step, num_micro_batches=4) if plan.is_paired else step)
 
     def _run(self, step: Callable[[Any], list[float]]) -> dict[str, Any]:
         plain = step(self.ddp), gradients(self.module)
@@ -107,29 +105,6 @@ class Model:
             with run.step(index):
                 step(self.ddp)
         return run.finish().to_json()
-
-
-def paired_step(ddp: Any) -> list[float]:
-    """A step by Megatron's schedule for pairs: losses of the micro-batches; gradients stay in main_grad."""
-    from megatron.core.pipeline_parallel import schedules
-
-    def forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        output = model(**{"attention_mask": None, **next(batches)}).float().mean()
-        return output, lambda loss: (loss, {"loss": loss.detach().clone()})
-
-    torch.manual_seed(5)
-    ddp.zero_grad_buffer()
-    ddp.module.config.no_sync_func = ddp.no_sync
-    losses = schedules.forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=itertools.islice(itertools.cycle(micro_batches()), NUM_PAIRED_MICRO_BATCHES),
-        model=[ddp],
-        num_microbatches=NUM_PAIRED_MICRO_BATCHES,
-        seq_length=SEQ_LENGTH,
-        micro_batch_size=MICRO_BATCH,
-    )
-    ddp.finish_grad_sync()
-    return [found["loss"].item() for found in losses]
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:

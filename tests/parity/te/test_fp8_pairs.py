@@ -1,17 +1,17 @@
 """Delayed scaling, whose state is global, where a forward is under way beside each backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import paired
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.gradients_worker import plan_of
+from tests.parity.paired.paired_worker import step
 from tests.parity.te import fp8_worker
 from tests.parity.te.fp8_worker import NUM_STEPS, RECIPES, compared, run
 from tests.ranks import launch
@@ -19,35 +19,6 @@ from tests.ranks import launch
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 _NUM_MICRO_BATCHES = 4
-
-
-def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """As the training script's: takes the next samples, and returns the output and what makes a loss of it."""
-
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = output.float().mean()
-        return mean, {"loss": mean.detach()}
-
-    return model(**{"attention_mask": None, **next(batches)}), loss
-
-
-def step(ddp: Any) -> list[float]:
-    """One step of Megatron's schedule without an optimizer: losses; gradients stay in main_grad."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import schedules
-
-    ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
-    ddp.zero_grad_buffer()
-    with replaced(gradients_worker, "NUM_MICRO_BATCHES", _NUM_MICRO_BATCHES):
-        found = schedules.forward_backward_no_pipelining(
-            forward_step_func=forward_step,
-            data_iterator=gradients_worker.micro_batches(),
-            model=[ddp],
-            num_microbatches=_NUM_MICRO_BATCHES,
-            seq_length=gradients_worker.SEQ_LENGTH,
-            micro_batch_size=gradients_worker.MICRO_BATCH,
-        )
-    return [entry["loss"].item() for entry in found]
 
 
 def all_results() -> dict[str, Any]:
@@ -70,7 +41,7 @@ def all_results() -> dict[str, Any]:
     result: dict[str, Any] = {}
     with (
         parallel({"expert_model_parallel_size": 2}),
-        replaced(fp8_worker, "step", step),
+        replaced(fp8_worker, "step", partial(step, num_micro_batches=_NUM_MICRO_BATCHES)),
         around(fp8_worker, "overlapping_model", overlapping_model),
         around(Pairing, "backward_waits", backward_waits),
         paired_schedules(lambda: setups[-1].stages),
