@@ -201,5 +201,15 @@ def results(work: Callable[..., Any], num_ranks: int, timeout_s: float = 150, **
     return found
 
 
+def result(work: Callable[..., Any], timeout_s: float = 150, **settings: Any) -> Any:
+    """A module's fixture: what one rank returned, see :func:`results_of`."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        return results_of(work, 1, tmp_path_factory.mktemp("rank"), timeout_s, **settings)[0]
+
+    return found
+
+
 def _log(log_dir: Path, rank: int) -> str:
     return (log_dir / f"rank{rank}.log").read_text(errors="replace")

@@ -18,12 +18,7 @@ CAUGHT = [name for name, row in REPORTED.items() if row["case"]]
 REPEAT = "Run: python -m tests.virtual_gpu.mutants --write"
 
 
-on_rank_0 = launch.results(worker.judged, 1, timeout_s=900, joins=False)
-
-
-@pytest.fixture(scope="module")
-def judged(on_rank_0):
-    return on_rank_0[0]
+judged = launch.result(worker.judged, timeout_s=900, joins=False)
 
 
 def test_mutants_of_the_product_are_those_of_the_report():

@@ -104,12 +104,7 @@ def check_of_te() -> dict[str, object]:
     return result
 
 
-on_rank_0 = launch.results(all_results, 1, timeout_s=220, is_bare=True)
-
-
-@pytest.fixture(scope="module")
-def found(on_rank_0):
-    return on_rank_0[0]
+found = launch.result(all_results, timeout_s=220, is_bare=True)
 
 
 @pytest.mark.parametrize("name", INJECTED)

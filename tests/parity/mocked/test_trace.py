@@ -25,12 +25,7 @@ ROUTED_ROWS = MICRO_BATCH * SEQ_LENGTH * 2
 FLOAT_BYTES, HIDDEN, HEAD_BYTES = 4, 32, 16
 
 
-on_rank_0 = launch.results(all_results, 1, joins=False)
-
-
-@pytest.fixture(scope="module")
-def results(on_rank_0):
-    return on_rank_0[0]
+results = launch.result(all_results, joins=False)
 
 
 @pytest.fixture(params=NAMES)

@@ -15,7 +15,7 @@ from megatron_lancet.patching import around
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from tests.fakes import cpu_stats
-from tests.gradient_deviations import TOLERANCE
+from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
@@ -26,7 +26,6 @@ from tests.parity.gradients.gradients_worker import (
     plan_of,
     step,
 )
-from tests.parity.gradients.variants import precision_of
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, pretrain
 
