@@ -26,6 +26,8 @@ from megatron_lancet.virtual_gpu.order import Order
 POISON = 0xFF
 """Byte of memory whose content is not defined: NaN in floating-point types, -1 in integers."""
 
+_empty = torch.empty
+"""Torch's own function: inside of a virtual GPU the name leads to one that notes new memory."""
 _SITE_DEPTH = 5
 _SITE_PARTS = ("/megatron/", "/megatron_lancet/", "/tests/")
 _NOT_SITES = (
@@ -201,7 +203,7 @@ class Memory:
 
 def placed(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A tensor on ``storage`` at the place and with the type of ``like``."""
-    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
+    return _empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def call_site() -> str:
