@@ -17,6 +17,7 @@ from tests.ranks import launch
 pytestmark = pytest.mark.distributed
 
 SLOW_S = 2e-3
+NUM_INJECTIONS = 8
 
 
 def disturb(seed: int, stack: ExitStack) -> None:
@@ -58,9 +59,6 @@ def unequal_seeds_of_plans(num_seeds: int) -> dict[str, list[int]]:
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     return {plan: unequal_seeds(plan, num_seeds) for plan in PLANS}
-
-
-NUM_INJECTIONS = 8
 
 
 @pytest.mark.alone

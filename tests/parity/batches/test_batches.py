@@ -19,6 +19,17 @@ LAYOUTS: dict[str, dict[str, int]] = {
 BOUNDS = ([[0, 3, 8], [0, 8, 8]], [[0, 1, 2, 12]], [[0, 4]])
 """Of three micro-batches: by sample."""
 _KEYS = ("tokens", "labels", "position_ids")
+INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
+STAGES: dict[str, list[list[tuple[str, ...]]]] = {
+    "tensor": [[(*INPUTS, *TARGETS)]] * 2,
+    "context": [[(*INPUTS, *TARGETS)]] * 2,
+    "pipeline": [[INPUTS], [TARGETS]],
+    "virtual stages": [[INPUTS, ()], [(), TARGETS]],
+}
+"""By layout and rank: what each stage of the rank reads beside the bounds."""
+END_TO_END = ([0, 3, 8, 16], [0, 1, 2, 12], [0, 4])
+SIZES = ([8, 8, 2], [10, 12, 1], [4, 4, 1])
+"""Of each micro-batch: longest document, positions of a sample, samples."""
 
 
 def samples() -> Iterator[dict[str, torch.Tensor]]:
@@ -56,19 +67,6 @@ def all_results() -> dict[str, Any]:
         results[name] = [shares(stage) for stage in stages]
         parallel_state.destroy_model_parallel()
     return results
-
-
-INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
-STAGES: dict[str, list[list[tuple[str, ...]]]] = {
-    "tensor": [[(*INPUTS, *TARGETS)]] * 2,
-    "context": [[(*INPUTS, *TARGETS)]] * 2,
-    "pipeline": [[INPUTS], [TARGETS]],
-    "virtual stages": [[INPUTS, ()], [(), TARGETS]],
-}
-"""By layout and rank: what each stage of the rank reads beside the bounds."""
-END_TO_END = ([0, 3, 8, 16], [0, 1, 2, 12], [0, 4])
-SIZES = ([8, 8, 2], [10, 12, 1], [4, 4, 1])
-"""Of each micro-batch: longest document, positions of a sample, samples."""
 
 
 results = launch.results(all_results, 2, timeout_s=90)

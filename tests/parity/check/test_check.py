@@ -36,6 +36,8 @@ TE_LAUNCH = (
     *"--tensor-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1".split(),
     *"--sequence-parallel --transformer-impl transformer_engine --moe-grouped-gemm --moe-permute-fusion".split(),
 )
+INJECTED = [bug.name for bug in BUGS if bug.prepare is not None and not bug.is_ours]
+OF_THE_OVERLAP = [bug for bug in BUGS if bug.is_ours]
 
 
 def wrong_with(name: str) -> list[str]:
@@ -88,10 +90,6 @@ def all_results() -> dict[str, Any]:
     results["without"] = without_bugs(WITHOUT_BUGS)
     results["documents"] = without_bugs(OF_DOCUMENTS)
     return results
-
-
-INJECTED = [bug.name for bug in BUGS if bug.prepare is not None and not bug.is_ours]
-OF_THE_OVERLAP = [bug for bug in BUGS if bug.is_ours]
 
 
 def check_of_te() -> dict[str, object]:

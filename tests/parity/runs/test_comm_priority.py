@@ -45,6 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Plan]] = {
     "stack/k=2": ({}, {"use_distributed_optimizer": True}, plan_of(2)),
 }
 """Overrides of the model, of DDP's configuration, and the plan."""
+PRIORITY = ["--overlap-grad-reduce", "--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb", "0.15"]
 
 
 def wrap_with_ddp(model, config, precision, deferred: bool, settings: dict[str, Any]):
@@ -199,9 +200,6 @@ def all_results() -> dict[str, Any]:
         results["erratic-wire"] = compare("reduce-scatter/k=2", erratic_wire)
         results["chunk-too-small"] = what_a_chunk_too_small_raises()
         return results
-
-
-PRIORITY = ["--overlap-grad-reduce", "--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb", "0.15"]
 
 
 results = launch.results(all_results, 2, timeout_s=120)

@@ -21,6 +21,14 @@ from tests.ranks.pretrain_worker import recording
 from tests.ranks.pretraining import SHORT_RUN, TINY_MODEL
 
 pytestmark = pytest.mark.distributed
+# Megatron's own pairing needs Transformer Engine layers in bf16; a step has four micro-batches.
+SETTINGS = (
+    "--transformer-impl transformer_engine --moe-grouped-gemm --disable-bias-linear --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --bf16 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 2"
+).split()
+OURS = ["--lancet-cache", "off"]
+MEGATRONS = [*TINY_MODEL, *SHORT_RUN[: SHORT_RUN.index(OURS[0])], *SETTINGS]
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -169,16 +177,6 @@ def outcomes(file: str) -> dict[str, Any]:
             run = as_ours if entry == "ours" else as_stock
             results[name] = outcome(run, command, only_warms_up)
     return results
-
-
-# Megatron's own pairing needs Transformer Engine layers in bf16; a step has four micro-batches.
-SETTINGS = (
-    "--transformer-impl transformer_engine --moe-grouped-gemm --disable-bias-linear --normalization RMSNorm --swiglu "
-    "--position-embedding-type rope --bf16 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 "
-    "--global-batch-size 16 --train-iters 2"
-).split()
-OURS = ["--lancet-cache", "off"]
-MEGATRONS = [*TINY_MODEL, *SHORT_RUN[: SHORT_RUN.index(OURS[0])], *SETTINGS]
 
 
 def runs_of(name: str, row: Row | Refused, data: Path) -> dict[str, tuple[str, list[str], bool]]:

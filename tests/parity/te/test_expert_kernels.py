@@ -27,6 +27,8 @@ SETTINGS: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "gradient_accumulation_fusion": True,
 }
+OURS = 7 + 11 + 4
+"""See ``unit/model/local_experts/test_expert_kernels``."""
 
 
 @contextmanager
@@ -82,10 +84,6 @@ def kernels_of_grouped_experts() -> dict[str, Any]:
         output.backward(grad)
     added = all(weight.grad_added_to_main_grad for weight in experts.parameters())
     return {"forward": +forward, "backward": +backward, "accumulated in the GEMM": added}
-
-
-OURS = 7 + 11 + 4
-"""See ``unit/model/local_experts/test_expert_kernels``."""
 
 
 def test_experts_have_at_most_a_fifth_more_kernels_than_te(tmp_path):

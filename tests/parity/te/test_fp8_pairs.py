@@ -19,6 +19,11 @@ from tests.ranks import launch
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 _NUM_MICRO_BATCHES = 4
+IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
+"""Activations are fp32, so that nothing but the order of sums differs."""
+RECOMPUTED = "delayed-recompute"
+NUM_WAITS = NUM_STEPS * 4 * 3 * 2
+"""Of one chunk: steps, micro-batches, layers, dispatch and combine."""
 
 
 def all_results() -> dict[str, Any]:
@@ -54,13 +59,6 @@ def all_results() -> dict[str, Any]:
                 ours = run(settings, paired(plan_of(num_chunks)), [one.weights for one in stock.steps])
                 result[f"{name}/k={num_chunks}"] = {**compared(ours, stock), "num_waits": num_waits}
     return result
-
-
-IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
-"""Activations are fp32, so that nothing but the order of sums differs."""
-RECOMPUTED = "delayed-recompute"
-NUM_WAITS = NUM_STEPS * 4 * 3 * 2
-"""Of one chunk: steps, micro-batches, layers, dispatch and combine."""
 
 
 results = launch.results(all_results, 2, timeout_s=400, te=launch.Te())

@@ -42,6 +42,8 @@ HOPS: dict[str, tuple[dict[str, Any], Plan]] = {
     "EP4/two-hop/k=2": (TE, hops.TWO),
 }
 """Overrides and plan, with two nodes of two ranks."""
+BF16_TOLERANCE = 2e-2
+"""Chunks round other partial sums to bf16: a weight's gradient is a sum of those of two chunks."""
 
 
 def compare_hops() -> dict[str, Any]:
@@ -59,10 +61,6 @@ def all_results() -> dict[str, Any]:
     for layout in LAYOUTS:
         results |= compare_in(layout, CASES)
     return results | compare_hops()
-
-
-BF16_TOLERANCE = 2e-2
-"""Chunks round other partial sums to bf16: a weight's gradient is a sum of those of two chunks."""
 
 
 results = launch.results(all_results, 4, timeout_s=460, te=launch.Te())

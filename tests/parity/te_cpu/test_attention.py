@@ -15,6 +15,8 @@ from tests.ranks import launch
 pytestmark = pytest.mark.distributed
 
 SEQUENCE, BATCH, HEADS, CHANNELS = 16, 2, 4, 8
+TOLERANCE = {"torch.float32": 1e-6, "torch.bfloat16": 2.0**-7}
+"""Of the largest value. Two roundings to bf16: of the part of each rank's keys, and of their sum."""
 
 
 def own_part(whole: torch.Tensor) -> torch.Tensor:
@@ -56,10 +58,6 @@ def differences() -> dict[str, list[float]]:
     warnings.simplefilter("ignore")
     ways = itertools.product(("p2p", "a2a", "all_gather"), (torch.float32, torch.bfloat16))
     return {f"{communication} {dtype}": difference(communication, dtype) for communication, dtype in ways}
-
-
-TOLERANCE = {"torch.float32": 1e-6, "torch.bfloat16": 2.0**-7}
-"""Of the largest value. Two roundings to bf16: of the part of each rank's keys, and of their sum."""
 
 
 def test_te_context_parallel_attention_equals_whole_attention(tmp_path):
