@@ -47,6 +47,7 @@ COMPUTE_LATE = (("compute",),)
 COMM_LATE = (("comm",),)
 DDP_LATE = (("DDP",), ("NCCL",))
 NCCL_LATE = (("NCCL",),)
+WITHOUT_COUNTS = (*COMPUTE_LATE, *COMM_LATE, *DDP_LATE)
 
 
 def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
@@ -91,7 +92,7 @@ CASES: dict[str, Case] = {
     "shared-experts": Case([TWO], SHARED, late=COMM_LATE),
     "dense-first-layer": Case([TWO], {"moe_layer_freq": [0, 1, 1]}),
     "mtp": Case([TWO], {"mtp_num_layers": 1}),
-    "priority": Case([TWO], micro_op_mb=0.005, late=EACH_LATE),
+    "priority": Case([TWO], micro_op_mb=0.005, late=WITHOUT_COUNTS),
     "priority/dw-none": Case([fixed_plan(1, DwPolicy.NONE)], micro_op_mb=0.005, switchable=True, late=DDP_LATE),
     "priority/distributed-optimizer": Case([TWO], micro_op_mb=0.005, distributed_optimizer=True, late=DDP_LATE),
     "no-overlap-grad-reduce": Case([TWO], overlap_grad_reduce=False, late=COMPUTE_LATE),
@@ -100,7 +101,7 @@ CASES: dict[str, Case] = {
     "expert-tensor-parallel": Case(
         [TWO], SEQUENCE_PARALLEL, layout=EXPERT_TP, late=(IN_ORDER, ("comm",)), equals_stock=False
     ),
-    "pipeline": Case([TWO], PIPELINE, layout={"pipeline_model_parallel_size": 2}, late=EACH_LATE),
+    "pipeline": Case([TWO], PIPELINE, layout={"pipeline_model_parallel_size": 2}, late=WITHOUT_COUNTS),
     "pipeline/k=1": Case([fixed_plan(1)], PIPELINE, layout={"pipeline_model_parallel_size": 2}),
     "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
     "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
@@ -142,7 +143,7 @@ CASES: dict[str, Case] = {
 TE_CASES: dict[str, Case] = {
     "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
     "te/paired": paired_case([PAIRED], {**TE, "bf16": True}, late=(("compute",),)),
-    "te/k=2": Case([TWO], TE, late=EACH_LATE),
+    "te/k=2": Case([TWO], TE, late=WITHOUT_COUNTS[:3]),
     "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
     "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),
     "te/recompute/norms": Case([TWO], {**TE, **selective("layernorm", "moe_act")}, late=COMPUTE_LATE),
