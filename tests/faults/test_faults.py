@@ -23,7 +23,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 STILL_2 = r"The latest checkpoint there is still that of step 2: start again with --load {}\."
-INTERRUPTED = ["incomplete_iter_0000004", "iter_0000001", "iter_0000002"]
 
 
 @pytest.fixture(scope="module")
