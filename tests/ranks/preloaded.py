@@ -240,7 +240,7 @@ def _become(job: _Job) -> None:
 
 def _run(script: str) -> None:
     """Runs a script as the main program of this process, and ends the process."""
-    status: object = None
+    status: str | int | None = None
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -280,7 +280,7 @@ def keep_sources() -> None:
     """Reads the functions of Megatron that each run checks once, and not in each rank."""
     from megatron_lancet.training.megatron.seams import check_seams
 
-    inspect.getsource = functools.cache(inspect.getsource)
+    setattr(inspect, "getsource", functools.cache(inspect.getsource))  # noqa: B010 - mypy forbids to assign to it
     check_seams()
 
 
