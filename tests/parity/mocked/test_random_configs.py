@@ -16,7 +16,7 @@ from tests.ranks import launch
 pytestmark = [pytest.mark.hypothesis, pytest.mark.timeout(420 * factor())]
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")
-NUM_EXAMPLES = 20 * factor()
+NUM_EXAMPLES = 30 * factor()
 
 
 def test_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients, new_seed):
