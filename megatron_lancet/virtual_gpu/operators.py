@@ -109,27 +109,31 @@ def base_name(function: Any) -> str:
 
 
 class _Argument(NamedTuple):
-    """An argument of a schema; ``changes`` names the memory that the operator changes, empty if it only reads."""
+    """An argument or a result of a schema, and the names of the memory that the operator changes in it.
+
+    A list that is changed has no name.
+    """
 
     name: str
-    changes: frozenset[str]
+    is_changed: bool
+    memory: frozenset[str]
 
 
 @functools.cache
 def _arguments(function: Any) -> tuple[_Argument, ...]:
     """The arguments of a schema, which torch makes anew for each look: that takes longer than a small kernel."""
-    return tuple(_Argument(argument.name, _changed(argument)) for argument in function._schema.arguments)
+    return tuple(map(_argument, function._schema.arguments))
 
 
 @functools.cache
-def _returns(function: Any) -> tuple[frozenset[str], ...]:
-    """Per result of a schema the name of the memory that the operator has changed; empty for new tensors."""
-    return tuple(map(_changed, function._schema.returns))
+def _returns(function: Any) -> tuple[_Argument, ...]:
+    return tuple(map(_argument, function._schema.returns))
 
 
-def _changed(argument: Any) -> frozenset[str]:
+def _argument(argument: Any) -> _Argument:
     info = argument.alias_info
-    return frozenset(info.before_set) if info is not None and info.is_write else frozenset()
+    is_changed = info is not None and info.is_write
+    return _Argument(argument.name, is_changed, frozenset(info.before_set) if is_changed else frozenset())
 
 
 def accesses_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Accesses:
@@ -137,7 +141,7 @@ def accesses_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for argument, value in _bound(function, args, kwargs):
-        (writes if argument.changes else reads).extend(tensors_in(value))
+        (writes if argument.is_changed else reads).extend(tensors_in(value))
     return Accesses(reads, writes)
 
 
@@ -152,11 +156,11 @@ def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def results_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Per result of the operator the argument that it is, for operators that write; None for new tensors."""
     results = []
-    for changed in _returns(function):
+    for result in _returns(function):
         own = None
-        if changed:
+        if result.is_changed:
             for argument, value in _bound(function, args, kwargs):
-                if argument.changes & changed:
+                if argument.memory & result.memory:
                     own = value
         results.append(own)
     return results
