@@ -21,8 +21,8 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.dry_run.report import Findings
-from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.lab.dry_run.report import Findings
+from megatron_lancet.lab.dry_run.run import examine
 
 _PATTERN = "tests/functional_tests/test_cases/*/*/model_config.yaml"
 _GPUS_OF_A_NODE = 8

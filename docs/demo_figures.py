@@ -1,7 +1,7 @@
 """Puts a run of the short demo into the repository and the README: python docs/demo_figures.py runs/demo/summary.json
 
 It copies the run's summary to ``benchmarks/results/demo-DATE.json`` and its picture to ``docs/demo_steps.png``, and
-writes the README's sentence and output from that file. Without an argument it rewrites the README from the newest such
+writes the README's sentence from that file. Without an argument it rewrites the README from the newest such
 file. Run ``make demo`` on a quiet machine first: the demo prints DISTURBED if something else used its cores.
 """
 
@@ -18,23 +18,15 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.demo.claim import (  # noqa: E402 needs the repository in the path
-    claim,
-    closing_text,
-    conditions,
-    disturbance_text,
-    files_of,
-)
+from benchmarks.demo.claim import claim, conditions, disturbance_text  # noqa: E402 needs the repository in the path
 from benchmarks.demo.folder import Folder  # noqa: E402
+from benchmarks.demo.training_log.training_process import say  # noqa: E402
 from benchmarks.harness.origin import described  # noqa: E402
-from megatron_lancet.cli.training_process import say  # noqa: E402
 from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "demo_steps.png"
 README = REPOSITORY / "README.md"
-_SHOWN_FOLDER = Path("runs/demo")
-"""Folder in the README, regardless of the run's folder."""
 _COLUMNS = 118
 
 
@@ -67,8 +59,8 @@ def newest(results: Path = RESULTS) -> Path:
     return max(results.glob("demo-*.json"))
 
 
-def parts(result: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the README's text between the markers, by name.
+def sentence(result: Mapping[str, Any]) -> str:
+    """Returns the README's text between the markers.
 
     Args:
         result: contents of a result file.
@@ -78,29 +70,21 @@ def parts(result: Mapping[str, Any]) -> dict[str, str]:
     where = described({**result, "versions": {}, "settings": {}})  # the file has them
     samples = f"[samples](benchmarks/results/{_name(result)})"
     quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
-    sample = textwrap.indent(summary["sample"]["prompt"] + summary["sample"]["text"], "      | ").splitlines()
-    files = {what: str(path) for what, path in files_of(Folder(_SHOWN_FOLDER)).items()}
-    output = ["[7/8] sample from the trained model", *sample[:2], "      ...", closing_text(summary, files)]
-    return {
-        "sentence": textwrap.indent(textwrap.fill(quote, _COLUMNS, break_on_hyphens=False), "> "),
-        "output": "```\n" + "\n".join(output) + "\n```",
-    }
+    return textwrap.indent(textwrap.fill(quote, _COLUMNS, break_on_hyphens=False), "> ")
 
 
 def with_figures(text: str, result: Mapping[str, Any]) -> str:
-    """Returns ``text``, the README, with the parts of a result file.
+    """Returns ``text``, the README, with the sentence of a result file.
 
     Raises:
-        ValueError: the README lacks the markers of a part.
+        ValueError: the README lacks the markers.
     """
-    for name, content in parts(result).items():
-        begin, end = f"<!-- demo {name}: docs/demo_figures.py -->\n", f"\n<!-- end of demo {name} -->"
-        place = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
-        found = len(place.findall(text))
-        if found != 1:
-            raise ValueError(f"the README has {found} places for the demo's {name}")
-        text = place.sub(partial(_replaced, content), text)
-    return text
+    begin, end = "<!-- demo sentence: docs/demo_figures.py -->\n", "\n<!-- end of demo sentence -->"
+    place = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
+    found = len(place.findall(text))
+    if found != 1:
+        raise ValueError(f"the README has {found} places for the demo's sentence")
+    return place.sub(partial(_replaced, sentence(result)), text)
 
 
 def _replaced(content: str, _: re.Match[str]) -> str:

@@ -5,14 +5,15 @@ parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
@@ -45,17 +46,6 @@ class PairingChoice(StrEnum):
     """In every plan."""
     OFF = "off"
     """In none."""
-
-
-class BinsChoice(StrEnum):
-    """How documents of different lengths are dealt to the micro-batches of a step."""
-
-    BALANCED = "balanced"
-    """To the bins of all ranks, so that micro-batches which run at the same time take equally long; packed."""
-    FIRST_FIT = "first-fit"
-    """Each rank packs its own, in the order drawn."""
-    PADDED = "padded"
-    """By like length, padded to the longest of the micro-batch."""
 
 
 class RowLimitChoice(StrEnum):
@@ -113,6 +103,7 @@ class LancetConfig(CheckedFlags):
         PlanChoice.AUTO,
         read=word_or_path(PlanChoice),
         metavar="{auto,off,FILE}",
+        unchecked="",
         help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
         "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
         "tools/make_plan.py that was made for this model and layout.",
@@ -137,8 +128,8 @@ class LancetConfig(CheckedFlags):
         None,
         **words(OverlapRange),
         limits_plan=True,
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
+        "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
     pairing: PairingChoice | None = flag(
@@ -168,19 +159,13 @@ class LancetConfig(CheckedFlags):
         "rows that stay and on the first tile while others are on the way, and outputs go back tile by tile. 0: one "
         "message of all rows. auto (default): the plan chooses, for whole micro-batches; a fixed plan has none.",
     )
-    own_rows: OwnRows | None = flag(
-        None,
-        **words(OwnRows, none_word="auto"),
-        limits_plan=True,
-        help="with tiles, when the experts work on the rows that stay on their rank: before the tiles, half of them "
-        "before and half after, after, or auto (default): the plan chooses; a fixed plan takes half.",
-    )
     ranks_per_node: int | None = flag(
         None,
         parsed_as=int,
         at_least=1,
         metavar="N",
         advice="Without the flag the launcher says it.",
+        unchecked="",
         help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. By "
         "default what the launcher says (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); in a mocked world "
         "and in a dry run unknown.",
@@ -233,25 +218,17 @@ class LancetConfig(CheckedFlags):
         at_least=1,
         metavar="N",
         advice="Without the flag NCCL chooses.",
+        unchecked="",
         help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
         "kernels beside it, at most; a power of two. By default NCCL chooses.",
     )
     wire: Wire = flag(
         Wire.EXACT,
         **words(Wire),
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
-        "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
-        "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
-    )
-    locality_loss_coeff: float = flag(
-        0.0,
-        parsed_as=float,
-        at_least=0,
-        metavar="MU",
-        advice="0 is no such loss.",
-        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
-        "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
-        "changes what the model learns. Default: 0, no such loss.",
+        unchecked="",
+        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
+        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
+        "gradients; it changes losses and gradients, and auto never chooses it.",
     )
     max_received_rows: int | RowLimitChoice | None = flag(
         None,
@@ -272,6 +249,7 @@ class LancetConfig(CheckedFlags):
         None,
         read=Path,
         metavar="FILE",
+        unchecked="",
         help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
         "checkpoints keep the model's numbers of experts.",
     )
@@ -281,52 +259,18 @@ class LancetConfig(CheckedFlags):
         at_least=2,
         metavar="N",
         advice="Without the flag experts stay where they are.",
+        unchecked="",
         help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
         "weights and optimizer state move from rank to rank.",
-    )
-    bins: BinsChoice | None = flag(
-        None,
-        **words(BinsChoice, none_word="off"),
-        help="each document is a sample of its own length. balanced: the samples of a step are dealt to the "
-        "micro-batches of all ranks, so that those which run at the same time take equally long, and packed. "
-        "first-fit: each rank packs its own samples. padded: samples of like length beside each other, padded to the "
-        "longest. off (default): Megatron's samples, all of --seq-length.",
-    )
-    bins_max_tokens: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Without the flag it is --seq-length.",
-        help="with --lancet-bins, tokens of a micro-batch, at most; more only where the samples of a step do not fit. "
-        "Default: --seq-length.",
-    )
-    bins_cost: float | None = flag(
-        None,
-        parsed_as=float,
-        at_least=0,
-        metavar="RATIO",
-        advice="0: attention costs nothing beside the rest.",
-        help="with --lancet-bins, time of a position's attention to one other, in units of all other time of a token. "
-        "Default: from the operations of the model's sizes.",
     )
     report_dir: Path | None = flag(
         None,
         name="--lancet-report",
         read=Path,
         metavar="DIR",
+        unchecked="",
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
-    )
-    causes_interval: int = flag(
-        0,
-        parsed_as=int,
-        at_least=0,
-        metavar="N",
-        advice="To trace no step pass 0, or drop the flag.",
-        help="every N steps trace one and say why ranks waited in it: wire, uneven rows, a late or slow rank, token "
-        "counts, host. In TensorBoard under lancet/exposed_by_cause, in report.json, and in a line of the log when a "
-        "share changes for good. 0 (default): only the step that --lancet-report traces.",
     )
     # The standard error of the median of ten steps is 0.4 standard deviations of a step.
     tune_steps: int = flag(
@@ -340,6 +284,7 @@ class LancetConfig(CheckedFlags):
         CacheChoice.AUTO,
         read=word_or_path(CacheChoice),
         metavar="DIR",
+        unchecked="",
         help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
         "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
     )
@@ -347,9 +292,20 @@ class LancetConfig(CheckedFlags):
         None,
         read=Path,
         metavar="FILE",
+        unchecked="",
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
         "tools/profile_model.py sets it.",
     )
+
+    features: tuple[Feature, ...] = field(default=(), compare=False)
+    """Optional features that the run knows."""
+    settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)
+    """Flags of these features."""
+
+    def of[Settings: CheckedFlags](self, kind: type[Settings]) -> Settings:
+        """The flags of a feature; their defaults in a run that does not know it."""
+        found = self.settings.get(kind)
+        return found if isinstance(found, kind) else kind()
 
     @property
     def dw_memory_bytes(self) -> int | None:
@@ -383,6 +339,12 @@ class LancetConfig(CheckedFlags):
         values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
+    def unchecked_flags(self) -> dict[str, str]:
+        """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""
+        kinds = (LancetConfig, DryRunConfig, *self.settings)
+        flags = [(name, its) for kind in kinds for name, _, its in flags_of(kind)]
+        return {name: its.unchecked for name, its in flags if its.unchecked is not None}
+
 
 @dataclass(frozen=True)
 class DryRunConfig(CheckedFlags):
@@ -395,6 +357,7 @@ class DryRunConfig(CheckedFlags):
     dry_run: bool = flag(
         False,
         parsed_as=bool,
+        unchecked="",
         help="parse and validate everything as for a cluster with GPUs, print model size, parallel layout, memory per "
         "GPU and plan, and end: one process, no GPU, no data needed. Files and packages that are missing here are "
         "warnings; what the run itself would refuse is an error.",
@@ -404,6 +367,7 @@ class DryRunConfig(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
+        unchecked="",
         help="with --lancet-dry-run: ranks to validate for. Default: WORLD_SIZE of the environment, else the fewest "
         "that the parallel sizes allow.",
     )

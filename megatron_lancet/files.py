@@ -26,7 +26,10 @@ _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 MAX_COUNT = 10**5
 """Largest number of ranks, chunks or experts in a file: a damaged number must not fill the memory."""
 OMITTED_AT_DEFAULT = types.MappingProxyType({"omitted_at_default": True})
-"""Metadata of a dataclass field that is written only if it differs from its default, so that older files stay equal."""
+"""Metadata of a dataclass field that is written only if it differs from its default.
+
+Plans that users read and edit stay short, and so do the many ops and chunks of a profile.
+"""
 _type_hints = cache(typing.get_type_hints)
 _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 

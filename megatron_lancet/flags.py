@@ -30,6 +30,8 @@ class Flag:
         advice: sentence that follows the refusal of a value outside the range.
         limits_plan: whether a value limits the choice of a plan.
         name: the flag's name, if it does not follow from the field's name.
+        unchecked: for a flag that a check on a few CPU ranks leaves out: what the check does not cover for that reason,
+            for its report; empty where that is nothing worth a line. None for a flag that the check keeps.
     """
 
     help: str
@@ -44,6 +46,7 @@ class Flag:
     advice: str = ""
     limits_plan: bool = False
     name: str = ""
+    unchecked: str | None = None
 
     def value_of(self, parsed: Any) -> Any:
         """Converts a parsed argument to the field's value."""
@@ -65,7 +68,9 @@ class Flag:
 def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]", Flag]]:
     """Yields the flags of a dataclass: (name of the flag, field, how the flag sets it)."""
     for entry in dataclasses.fields(config_class):
-        its_flag: Flag = entry.metadata[_METADATA_KEY]
+        its_flag: Flag | None = entry.metadata.get(_METADATA_KEY)
+        if its_flag is None:
+            continue
         yield its_flag.name or f"--lancet-{entry.name.replace('_', '-')}", entry, its_flag
 
 

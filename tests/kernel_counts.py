@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lancet.virtual_gpu.operators import Kind, base_name, kind_of
+from megatron_lancet.testkit.virtual_gpu.operators import Kind, base_name, kind_of
 
 
 class _Kernels(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Triton's kernels of the product, to be interpreted on a CPU or to be compiled for a device."""
+"""The Triton kernel of the product, to be interpreted on a CPU or to be compiled for a device."""
 
 import importlib.util
 from pathlib import Path
@@ -6,22 +6,16 @@ from types import ModuleType
 
 import triton
 
-ARRIVAL_ORDER = "megatron_lancet.model.local_experts.arrival_order"
-PACED_COPY = "megatron_lancet.mock.paced_kernel"
+PACED_COPY = "megatron_lancet.testkit.mock.paced_kernel"
 
 
-def loaded_kernels(
-    interpreted: bool,
-    name: str = ARRIVAL_ORDER,
-    change: tuple[str, str] | None = None,
-    folder: Path | None = None,
-) -> ModuleType:
-    """A copy of a module: whether a kernel is interpreted is decided where it is defined.
+def loaded_kernels(interpreted: bool, change: tuple[str, str] | None = None, folder: Path | None = None) -> ModuleType:
+    """A copy of the kernel's module: whether a kernel is interpreted is decided where it is defined.
 
     Args:
         change: text of the module, which has it once or more, and what takes its place; written to ``folder``.
     """
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(PACED_COPY)
     if change is not None:
         text = Path(spec.origin).read_text()
         assert change[0] in text

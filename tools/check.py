@@ -52,7 +52,7 @@ def main() -> None:
     if not options.dry_run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forks on CPUs, also where there is a GPU
     warnings.filterwarnings("ignore", category=UserWarning)  # of Megatron's imports: packages for GPUs are not needed
-    from megatron_lancet.training.check.run import run_check  # imports Megatron, whose version has been checked
+    from megatron_lancet.lab.check.run import run_check  # imports Megatron, whose version has been checked
 
     sys.exit(run_check(options, rest))
 

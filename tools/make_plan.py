@@ -2,7 +2,7 @@
 
   tools/make_plan.py profile.json --output plan.json
   tools/make_plan.py profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
-  tools/make_plan.py profile.json --output plan.json --ep-size auto
+  tools/make_plan.py profile.json --output plan.json --ep-size 4
 
 Use the plan with pretrain_gpt_moe.py --lancet-plan plan.json. The same profile and flags give the same plan.
 tools/explain_plan.py explains it.
@@ -15,26 +15,22 @@ from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
-from megatron_lancet.cli.what_if import (
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import RecordError
+from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
     add_reduction_arguments,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.lab.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.plan_record import record_of
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.planner import PlannedStep, make_plan
-from megatron_lancet.planning.search.search_space import Limits
-from megatron_lancet.planning.what_if.expert_packing import pack_experts
-from megatron_lancet.planning.what_if.forecast import Forecaster, NetworkChoice
+from megatron_lancet.planning.search.planner import PlannedStep
 from megatron_lancet.report.planning.explanation_text import short_text
-from megatron_lancet.report.planning.packing_table import flags_for
 
 _NUM_ALTERNATIVES = 5
-_AUTO = "auto"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,9 +51,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--ep-size",
         type=_ep_size,
-        metavar=f"{{N,{_AUTO}}}",
-        help=f"ranks that share the experts, at least 2; {_AUTO}: the size that is predicted fastest, as "
-        "tools/pack_experts.py shows it",
+        metavar="N",
+        help="ranks that share the experts, at least 2; tools/simulate_plan.py --ep-size 2 4 8 compares sizes",
     )
     add_network_arguments(group)
     add_reduction_arguments(parser)
@@ -65,36 +60,23 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _ep_size(text: str) -> int | str:
-    if text == _AUTO:
-        return text
+def _ep_size(text: str) -> int:
     size = positive_int(text)
     if size == 1:
         raise argparse.ArgumentTypeError("with one rank there is no all-to-all, and a run needs no plan")
     return size
 
 
-def moved_profile(profile: Profile, arguments: argparse.Namespace, limits: Limits) -> Profile:
-    """Returns the profile for the layout and network of the flags; prints a size that it chose.
+def moved_profile(profile: Profile, arguments: argparse.Namespace) -> Profile:
+    """Returns the profile for the layout and network of the flags.
 
     Raises:
         UsageError: the layout is impossible.
     """
     forecaster = Forecaster(profile, network_of(arguments))
-    ep_size = arguments.ep_size
-    if ep_size is None and forecaster.network == NetworkChoice():
+    if arguments.ep_size is None and forecaster.network == NetworkChoice():
         return profile
-    if ep_size == _AUTO:
-        choice = pack_experts(forecaster, lambda moved, _: make_plan(moved, limits).plan)
-        overlapping = [one for one in choice.packings if one.layout.ep_size > 1]
-        if not overlapping:
-            raise UsageError("no expert-parallel size of at least 2 divides the profiled experts and ranks")
-        best = min(overlapping, key=lambda one: one.forecast.step_ms)
-        ep_size = best.layout.ep_size
-        print(f"expert-parallel size {ep_size}: run with {' '.join(flags_for(best))}")
-        if choice.fastest.layout.ep_size == 1:
-            print("note: EP 1 is predicted faster; it has no all-to-all and needs no plan")
-    return forecaster.moved(forecaster.layout(profile.model.world_size, ep_size))
+    return forecaster.moved(forecaster.layout(profile.model.world_size, arguments.ep_size))
 
 
 def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int) -> None:
@@ -134,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     profile = reduced_as_asked(load_profile(arguments.profile), arguments)
     limits = limits_of(arguments)
     try:
-        profile = moved_profile(profile, arguments, limits)
+        profile = moved_profile(profile, arguments)
         planned = fitting_plan(profile, limits)
         content = record_of(profile, planned.plan)
     except RecordError as error:

@@ -15,7 +15,7 @@ from megatron_lancet.cli.arguments import positive_float
 from megatron_lancet.cli.planning import check_outputs
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError, atomic_write
-from megatron_lancet.planning.from_trace.profile import STOCK, profile_from_traces
+from megatron_lancet.lab.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import Profile
 
 

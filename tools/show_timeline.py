@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
-from megatron_lancet.report.timeline.html import TIMELINE_PAGE, write_page
-from megatron_lancet.report.timeline.rank_traces import write_rank_traces
-from megatron_lancet.report.timeline.trace_file import read_trace
+from megatron_lancet.lab.views.html import TIMELINE_PAGE, write_page
+from megatron_lancet.lab.views.rank_traces import write_rank_traces
+from megatron_lancet.lab.views.trace_file import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> None:

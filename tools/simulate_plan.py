@@ -1,13 +1,14 @@
-r"""Predicts a step from a profile: its timeline, or a table over cluster sizes.
+r"""Predicts a step from a profile: its timeline, or a table over layouts.
 
-Without --world-sizes: the timeline of one plan, in the profiled layout or that of the flags.
-With --world-sizes: one line per cluster size, for no overlap, two chunks everywhere, and a plan.
+By default: the timeline of one plan, in the profiled layout or that of the flags.
+With --world-sizes, or several --ep-size: one line per layout, for no overlap, two chunks everywhere, and a plan.
 With --lengths: one line per way of packing documents of such lengths into micro-batches.
 
   tools/simulate_plan.py profile.json                        make a plan, show its timeline
   tools/simulate_plan.py profile.json plan.json --spans      a plan's timeline, op by op
   tools/simulate_plan.py profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
       --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
+  tools/simulate_plan.py profile.json --ep-size 2 4 8        choose the number of experts per rank
   tools/simulate_plan.py profile.json --lengths data/corpus_text_document --plan no-overlap
 
 docs/planner.md explains the computation and its limits.
@@ -21,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int
-from megatron_lancet.cli.lengths import add_lengths_arguments, forecaster_of_documents, predicted_packings
 from megatron_lancet.cli.planning import (
     add_limit_arguments,
     check_outputs,
@@ -30,20 +30,19 @@ from megatron_lancet.cli.planning import (
     load_plan,
     load_profile,
 )
-from megatron_lancet.cli.what_if import (
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import RecordError, atomic_write, to_plain
+from megatron_lancet.lab.views import text
+from megatron_lancet.lab.what_if import packings_table
+from megatron_lancet.lab.what_if import table as what_if_table
+from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
     add_reduction_arguments,
     add_routing_argument,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, atomic_write, to_plain
-from megatron_lancet.planning.dispatch import with_dispatch
-from megatron_lancet.planning.plan_file import made_for, misfits
-from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.simulation.simulator import Simulation, simulate
-from megatron_lancet.planning.what_if.forecast import (
+from megatron_lancet.lab.what_if.forecast import (
     Forecaster,
     Planner,
     SweepRow,
@@ -52,9 +51,17 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import Layout, split_at_stages, why_not_several_nodes
-from megatron_lancet.report.planning import packings_table, what_if_table
-from megatron_lancet.report.timeline import text
+from megatron_lancet.lab.what_if.layout import Layout, why_not_several_nodes
+from megatron_lancet.lab.what_if.lengths_command import (
+    add_lengths_arguments,
+    forecaster_of_documents,
+    predicted_packings,
+)
+from megatron_lancet.planning.dispatch import with_dispatch
+from megatron_lancet.planning.plan_file import made_for, misfits
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.simulation.simulator import Simulation, simulate
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
 _GROW = "grow"
@@ -81,7 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--each-dispatch",
         action="store_true",
-        help="with --world-sizes: also the step of a plan with each dispatch, - where it is impossible",
+        help="in a table over layouts: also the step of a plan with each dispatch, - where it is impossible",
     )
     _add_layout_arguments(parser)
     add_lengths_arguments(parser)
@@ -90,17 +97,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.plan_file is not None and arguments.plan is not None:
         parser.error(f"give PLAN or --plan {arguments.plan}, not both")
-    if arguments.picture is not None and arguments.world_sizes is None:
-        parser.error("--picture draws over cluster sizes: pass --world-sizes too")
-    if arguments.spans and arguments.world_sizes is not None:
-        parser.error("--spans belongs to one timeline: drop it or --world-sizes")
-    if arguments.lengths is not None and (arguments.spans or arguments.world_sizes is not None):
-        parser.error("--lengths predicts steps of one layout: drop --spans or --world-sizes")
+    is_table = _is_table(arguments)
+    if arguments.picture is not None and (arguments.world_sizes is None or len(arguments.ep_size) > 1):
+        parser.error("--picture draws over cluster sizes: pass --world-sizes, and at most one --ep-size")
+    if arguments.spans and is_table:
+        parser.error("--spans belongs to one timeline: drop it, or --world-sizes and all but one --ep-size")
+    if arguments.lengths is not None and (arguments.spans or is_table):
+        parser.error("--lengths predicts steps of one layout: drop --spans, --world-sizes and all but one --ep-size")
     if arguments.lengths is not None and arguments.pairing == "auto":
         arguments.pairing = "off"  # what runs beside a micro-batch of documents is not predicted
     if arguments.each_dispatch:
-        if arguments.world_sizes is None:
-            parser.error("--each-dispatch adds columns to a table over cluster sizes: pass --world-sizes too")
+        if not is_table:
+            parser.error("--each-dispatch adds columns to a table: pass --world-sizes or several --ep-size too")
         if arguments.plan_file is not None or arguments.plan not in (None, "auto") or arguments.dispatch != "auto":
             parser.error("--each-dispatch makes a plan for each dispatch: drop PLAN, --plan or --dispatch")
     return arguments
@@ -111,9 +119,11 @@ def _add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--world-sizes", nargs="+", type=positive_int, metavar="N", help="numbers of ranks: a table")
     group.add_argument(
         "--ep-size",
+        nargs="+",
         type=_ep_size,
+        default=[],
         metavar=f"{{N,{_GROW}}}",
-        help=f"ranks that share the experts, or {_GROW}: the most that each cluster size allows",
+        help=f"ranks that share the experts, or {_GROW}: the most that each cluster size allows; several: a table",
     )
     group.add_argument("--pp-size", type=positive_int, metavar="N", help="pipeline stages")
     group.add_argument(
@@ -127,19 +137,39 @@ def _ep_size(text: str) -> int | str:
     return text if text == _GROW else positive_int(text)
 
 
-def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size: int | None) -> Layout:
-    """Returns the layout for a number of ranks; None is the profiled number, or the least that the other sizes need.
+def _is_table(arguments: argparse.Namespace) -> bool:
+    return arguments.world_sizes is not None or len(arguments.ep_size) > 1
+
+
+def layouts_of(forecaster: Forecaster, arguments: argparse.Namespace) -> list[Layout]:
+    """Returns the layouts of a table: each number of ranks with each EP size.
+
+    Raises:
+        UsageError: the sizes don't fit together.
+    """
+    world_sizes = sorted(set(arguments.world_sizes or [forecaster.profile.model.world_size]))
+    # dict.fromkeys removes repeated sizes and keeps the user's order.
+    ep_sizes = list(dict.fromkeys(arguments.ep_size or [forecaster.profile.model.ep_size]))
+    return [layout_of(forecaster, arguments, ranks, ep_size) for ranks in world_sizes for ep_size in ep_sizes]
+
+
+def layout_of(
+    forecaster: Forecaster, arguments: argparse.Namespace, world_size: int | None, ep_size: int | str
+) -> Layout:
+    """Returns the layout for a number of ranks and an EP size.
+
+    Args:
+        world_size: None is the profiled number, or the least that the other sizes need.
 
     Raises:
         UsageError: the sizes don't fit together.
     """
     facts = forecaster.profile.model
     pp_size = arguments.pp_size or len(set(facts.stage_of_layer))
-    ep_size = arguments.ep_size or facts.ep_size
     if world_size is None:
-        least = pp_size * (1 if ep_size == _GROW else ep_size)
+        least = pp_size * (1 if isinstance(ep_size, str) else ep_size)
         world_size = facts.world_size if facts.world_size % least == 0 else least
-    if ep_size == _GROW:
+    if isinstance(ep_size, str):
         ep_size = largest_ep_size(facts, max(1, world_size // pp_size))
     layout = forecaster.layout(world_size, ep_size, pp_size, arguments.num_micro_batches, arguments.routing)
     if arguments.dispatch == Dispatch.TWO_HOP and (why_not := why_not_several_nodes(facts, layout)) is not None:
@@ -148,6 +178,16 @@ def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size:
             "--ranks-per-node and a network, or another dispatch"
         )
     return layout
+
+
+def one_layout(forecaster: Forecaster, arguments: argparse.Namespace) -> Layout:
+    """Returns the layout of a timeline, with the profiled number of ranks or the least that the sizes need.
+
+    Raises:
+        UsageError: the sizes don't fit together.
+    """
+    [ep_size] = arguments.ep_size or [forecaster.profile.model.ep_size]
+    return layout_of(forecaster, arguments, None, ep_size)
 
 
 def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Planner]:
@@ -187,8 +227,8 @@ def planner_of(arguments: argparse.Namespace) -> Callable[[Dispatch], Planner]:
 
 
 def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
-    """Predicts and prints one line per cluster size."""
-    layouts = [layout_of(forecaster, arguments, size) for size in sorted(set(arguments.world_sizes))]
+    """Predicts and prints one line per layout."""
+    layouts = layouts_of(forecaster, arguments)
     planners = {"no overlap": no_overlap, "two chunks": two_chunks} | planners_of(arguments, forecaster.profile)
     rows = list(sweep(forecaster, layouts, planners, planner_of(arguments) if arguments.each_dispatch else None))
     plain = {**_origin(forecaster.profile), "routing": str(arguments.routing), "rows": what_if_table.as_plain(rows)}
@@ -203,7 +243,7 @@ def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
 
 
 def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namespace) -> None:
-    from megatron_lancet.report.planning import what_if_picture
+    from megatron_lancet.lab.what_if import picture as what_if_picture
 
     title = f"{profile.model.name}: predicted from a profile on {profile.device}, routing {arguments.routing}"
     what_if_picture.write_png(rows, title, arguments.picture)
@@ -211,7 +251,7 @@ def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namesp
 
 def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
     """Predicts and prints one step."""
-    layout = layout_of(forecaster, arguments, None)
+    layout = one_layout(forecaster, arguments)
     [(name, planner)] = planners_of(arguments, forecaster.profile).items()
     moved = forecaster.moved(layout)
     plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
@@ -267,7 +307,7 @@ def print_timelines(simulation: Simulation, spans: bool, num_shown: int) -> None
 def show_packings(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
     """Predicts and prints one line per way of packing documents."""
     documents = forecaster_of_documents(forecaster)
-    layout = layout_of(documents, arguments, None)
+    layout = one_layout(documents, arguments)
     [planner] = planners_of(arguments, documents.profile).values()
     found = predicted_packings(forecaster.profile, documents, layout, planner, arguments)
     plain = {**_origin(forecaster.profile), **packings_table.as_plain(found)}
@@ -291,10 +331,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if arguments.lengths is not None:
             show_packings(forecaster, arguments)
-        elif arguments.world_sizes is None:
-            show_timeline(forecaster, arguments)
-        else:
+        elif _is_table(arguments):
             show_table(forecaster, arguments)
+        else:
+            show_timeline(forecaster, arguments)
     except RecordError as error:
         raise UsageError(str(error)) from error
 

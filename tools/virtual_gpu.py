@@ -12,22 +12,25 @@ import logging
 import warnings
 
 from megatron_lancet.errors import run_command
+from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
 from megatron_lancet.training.megatron.versions import check_versions
 
 
 def main() -> None:
     """Runs the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_arguments(parser)
+    own, flags = parser.parse_known_args()
+    check_arguments(own)
     check_versions()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     # Imported only now, because this imports megatron, whose version has been checked.
-    from megatron_lancet.training.modelled_step import command
+    from megatron_lancet.lab.modelled_step import command
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    command.add_arguments(parser)
-    print(command.modelled(*parser.parse_known_args()))
+    print(command.modelled(own, flags))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Documents, ways to put them into micro-batches, and the links on which these meet. Neither torch nor Megatron."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
+from benchmarks.bins.baselines import first_fit, one_a_row, padded
 from benchmarks.harness.cases import Case, Shape, select
-from megatron_lancet.schedule.documents.bins import Dealing, balanced, first_fit, padded
+from megatron_lancet.lab.what_if.document_times import MicroBatch
+from megatron_lancet.schedule.documents.bins import Dealing, balanced
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import fixed_plan
 
@@ -13,14 +16,7 @@ PLAN = fixed_plan(1)
 ROWS, PADDED, FIRST_FIT, BALANCED = "rows", "padded", "first-fit", "balanced"
 BASELINE = FIRST_FIT
 """With what the others' times are compared."""
-WAYS = {
-    ROWS: "padded to {seq_length}",
-    PADDED: "padded to the longest",
-    FIRST_FIT: "first fit",
-    BALANCED: "balanced over all ranks",
-}
-"""Name of a way of packing in ``planning/what_if/packings.py``, by the name of a variant."""
-VARIANTS = tuple(WAYS)
+VARIANTS = (ROWS, PADDED, FIRST_FIT, BALANCED)
 
 FILLED = 0.9
 """Part of the positions of a step's bins that its documents fill in the mean."""
@@ -58,13 +54,17 @@ def dealings(shape: Shape, cost: DocumentCost) -> dict[str, Callable[[Drawn], De
     }
 
 
-def one_a_row(drawn: Drawn) -> Dealing:
-    """Each document a micro-batch of its own."""
-    rows, first = [], 0
-    for lengths in drawn:
-        rows.append(tuple((first + index,) for index in range(len(lengths))))
-        first += len(lengths)
-    return Dealing(tuple(rows), max(max(lengths) for lengths in drawn), is_padded=True)
+def computed(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) -> list[list[MicroBatch]]:
+    """What the ranks compute in each micro-batch of a variant, padding included."""
+    lengths = list(chain.from_iterable(drawn))
+
+    def of(indices: Sequence[int]) -> MicroBatch:
+        found = [lengths[index] for index in indices]
+        if variant in (ROWS, PADDED):
+            return MicroBatch.padded(len(found), shape.seq_length if variant == ROWS else max(found))
+        return MicroBatch.packed(found)
+
+    return [[of(indices) for indices in rank] for rank in dealing.bins]
 
 
 def choose(cases: list[str], variants: list[str] | None) -> list[Case]:

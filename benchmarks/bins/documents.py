@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from benchmarks.harness.cases import Shape
 from megatron_lancet.data.lengths import read_lengths
-from megatron_lancet.planning.what_if.packings import documents_that_fill, in_steps
+from megatron_lancet.lab.what_if.packings import documents_that_fill, in_steps
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.bins.cases import BASELINE, FIELDS, FILLED, PADDED, PLAN, ROWS, WAYS, dealings
+from benchmarks.bins.cases import BASELINE, FIELDS, FILLED, PADDED, PLAN, ROWS, computed, dealings
 from benchmarks.bins.documents import Documents, MicroBatch, packed, padded_to
 from benchmarks.harness.bench import Bench, CpuWatch, WrongResultError, largest_error, say
-from benchmarks.harness.cases import Case, Shape, Variant, rotated
+from benchmarks.harness.cases import Case, Variant, rotated
 from benchmarks.harness.rate import RateSearch
 from benchmarks.training_step.links import CPU, Link
 from benchmarks.training_step.model import build, wrap
 from benchmarks.training_step.routing import set_expert_shares
 from megatron_lancet.files import to_plain
+from megatron_lancet.lab.what_if.document_times import ColumnTimes, as_one_sample, measured_pair_shares, profiled
+from megatron_lancet.lab.what_if.packings import Drawn, Packing, Ranks, Setting, predict_packings
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.gpt import overlap, set_plan
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.what_if.document_times import ColumnTimes, as_one_sample, measured_pair_shares, profiled
-from megatron_lancet.planning.what_if.packings import Setting, predict_packings
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.comm import Comm
@@ -213,18 +213,12 @@ class _Runs:
         self._deals = {name: [ways[name](step) for step in documents.steps] for name in case.variants}
         self.num_tokens = [sum(map(sum, step)) for step in documents.steps]
         self.computed_tokens = {
-            name: [self._computed(name, number, case.shape) for number in range(len(documents.steps))]
-            for name in case.variants
+            name: [
+                sum(batch.num_tokens for rank in computed(name, drawn, dealing, case.shape) for batch in rank)
+                for drawn, dealing in zip(documents.steps, dealings_of_steps, strict=True)
+            ]
+            for name, dealings_of_steps in self._deals.items()
         }
-
-    def _computed(self, name: str, number: int, shape: Shape) -> int:
-        if name not in (ROWS, PADDED):
-            return self.num_tokens[number]
-        lengths = [length for rank in self._documents.steps[number] for length in rank]
-        if name == ROWS:
-            return len(lengths) * shape.seq_length
-        bins = (indices for rank in self._deals[name][number].bins for indices in rank)
-        return sum(len(indices) * max(lengths[index] for index in indices) for indices in bins)
 
     def _batches(self, name: str, number: int) -> list[MicroBatch]:
         """Micro-batches of this rank."""
@@ -311,12 +305,16 @@ def _predictions(case: Case, profile: Profile, documents: Documents, cost: Docum
     )
     shares = measured_pair_shares(profile)
     times = ColumnTimes(as_one_sample(profile), PLAN, shares, profiled(profile.model))
-    found = predict_packings(documents.steps, setting, cost, times, profile.rest_ms)
-    by_name = {step.name: asdict(step) for step in found}
-    return {
-        "pair_shares": asdict(shares),
-        **{name: by_name[WAYS[name].format(seq_length=shape.seq_length)] for name in case.variants},
-    }
+
+    def packing(variant: str) -> Packing:
+        def packed(drawn: Drawn) -> Ranks:
+            return computed(variant, drawn, dealings(shape, cost)[variant](drawn), shape)
+
+        return packed
+
+    ways = {name: packing(name) for name in case.variants}
+    found = predict_packings(documents.steps, setting, ways, times, profile.rest_ms)
+    return {"pair_shares": asdict(shares), **{step.name: asdict(step) for step in found}}
 
 
 BENCH = BinsBench

@@ -1,7 +1,7 @@
 """What is injected, and how much of it. Neither torch nor Megatron."""
 
 from benchmarks.harness.cases import Case, Shape, select
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.replay import Cause
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 
 BASELINE = "k1"

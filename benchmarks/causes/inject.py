@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.replay import Cause
 
 _PERIOD_S = 0.004
 _BUSY_LOOP = f"""

@@ -15,10 +15,10 @@ from benchmarks.training_step.links import CPU
 from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
 from megatron_lancet.files import to_plain
-from megatron_lancet.planning.causes.replay import Cause
-from megatron_lancet.planning.causes.traced import TracedRank
+from megatron_lancet.lab.causes.replay import Cause
+from megatron_lancet.lab.causes.step import causes_of_group, link_kind, traced_rank
+from megatron_lancet.lab.causes.traced import TracedRank
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.training.observe.step_causes import causes_of_group, link_kind, traced_rank
 
 _WARM_UP_STEPS = 1
 """In a run, with and without the cause."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness.samples import all_exposed, by_rank
 from benchmarks.harness.tables import aligned, markdown
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.replay import Cause
 
 TOLERANCE_SHARE, TOLERANCE_MS = 0.10, 5.0
 """A size is recovered when it is off by at most this share of the step's exposed time, or by so much."""

@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.checks.bugs import BASE, BUGS, Bug
 from benchmarks.checks.launches import random_launch
 from benchmarks.harness.origin import finished, origin
-from megatron_lancet.training.check.check import Finding, Verdict, check
-from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
-from megatron_lancet.training.check.shrink import Shrunk, shrink
-from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.lab.check.check import Finding, Verdict, check
+from megatron_lancet.lab.check.ranks import FailedRunError, RefusedRunError
+from megatron_lancet.lab.check.shrink import Shrunk, shrink
+from megatron_lancet.lab.check.words import read_command_line
 
 _TIMEOUT_S = 300.0
 _MAX_RANKS = 8

@@ -12,8 +12,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_lancet.lab.check.worker import Prepare
 from megatron_lancet.patching import around
-from megatron_lancet.training.check.worker import Prepare
 
 BASE = (
     *("--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq-length", "4096"),
@@ -146,7 +146,7 @@ def missing_wait() -> Iterator[None]:
     """
     import torch
 
-    from megatron_lancet.runtime.comm import Exchange
+    from megatron_lancet.runtime.exchange import Exchange
     from megatron_lancet.schedule.ops import OpKind, Phase
 
     def wait(stock: Any, self: Any) -> Any:

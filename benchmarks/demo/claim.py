@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.demo.folder import Folder
 from benchmarks.demo.links.link import PACED
-from megatron_lancet.report.train_log import results_text
+from benchmarks.demo.training_log.train_log import results_text
 
 _ATTENTION = {
     "DotProductAttention": "Megatron's unfused core attention",
@@ -21,7 +21,7 @@ def headline(summary: Mapping[str, Any]) -> str:
     low, high = summary["speedup_quartiles"]
     return (
         f"stock waited {_share(summary, 'stock_'):.0f} % of its step, ours {_share(summary):.0f} %: "
-        f"{summary['speedup']:.2f} times as fast (quartiles {low:.2f} to {high:.2f})"
+        f"{summary['speedup']:.2f}x faster (quartiles {low:.2f} to {high:.2f})"
     )
 
 
@@ -38,7 +38,7 @@ def claim(summary: Mapping[str, Any]) -> str:
         paced = "a paced transport" if summary["link"].startswith(PACED) else "a link"
         link = f"{paced} set so that stock waits for {100 * wanted:.0f} % of its step ({found} in this run)"
     return (
-        f"On {link}, ours is {summary['speedup']:.2f} times as fast (quartiles {low:.2f} to {high:.2f}) and waits for "
+        f"On {link}, ours is {summary['speedup']:.2f}x faster (quartiles {low:.2f} to {high:.2f}) and waits for "
         f"{_share(summary):.0f} % of its step; losses agree {equality}."
     )
 

@@ -12,9 +12,9 @@ from subprocess import STDOUT
 from typing import Any
 
 from benchmarks.demo.folder import REPOSITORY, Folder, shown, write_json
-from megatron_lancet.cli.training_process import say
+from benchmarks.demo.training_log.train_log import tail
+from benchmarks.demo.training_log.training_process import say
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import tail
 
 SAMPLE_PROMPT = "def read(self"
 SAMPLE_TOKENS = 60
@@ -93,7 +93,7 @@ def measure_dataset(folder: Folder) -> tuple[int, float]:
         warnings.simplefilter("ignore", UserWarning)
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        from megatron_lancet.data.entropy import unigram_entropy_nats
+        from benchmarks.demo.training_log.entropy import unigram_entropy_nats
 
         dataset = IndexedDataset(str(folder.dataset))  # the name keeps its arrays alive
         return int(dataset.sequence_lengths.sum()), unigram_entropy_nats(str(folder.dataset))

@@ -18,10 +18,10 @@ from benchmarks.demo.folder import REPOSITORY
 from benchmarks.demo.links.link import Link, rank_cores
 from benchmarks.demo.rank import READY
 from benchmarks.demo.steps import RankStep
+from benchmarks.demo.training_log.train_log import tail
 from benchmarks.harness.namespaces import NUM_NODES, uninterrupted
 from benchmarks.harness.ranks import end, rank_environment
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import tail
 
 _STEP_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 240.0

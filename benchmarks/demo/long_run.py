@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.demo.data import num_cores, prepare, write_sample
 from benchmarks.demo.folder import REPOSITORY, Folder, open_folder, shown, write_json
-from megatron_lancet.cli.training_process import Progress, running, say
+from benchmarks.demo.training_log.loss_curve import LossCurve, write_png
+from benchmarks.demo.training_log.train_log import RunLog, results_text, tail
+from benchmarks.demo.training_log.training_process import Progress, running, say
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.loss_curve import LossCurve, write_png
-from megatron_lancet.report.train_log import RunLog, results_text, tail
 
 SAMPLES_PER_RANK = 8
 """Micro-batch size, enough for two chunks."""

@@ -113,7 +113,7 @@ class Observer:
     def _traced(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         import torch.distributed as dist
 
-        from megatron_lancet.training.observe.step_causes import traced_step
+        from megatron_lancet.training.observe.traced_steps import traced_step
 
         if self._run.setup.plan is None:
             return self._stock_trace.run(dist.get_rank(), step)
@@ -135,6 +135,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
     with platform() as found, ExitStack() as stack:
         from benchmarks.demo.links.rank_link import RankLink, StockTrace
         from megatron_lancet.patching import around
+        from megatron_lancet.registry import features
         from megatron_lancet.training import job
         from megatron_lancet.training.megatron import patches
 
@@ -150,7 +151,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
         stack.enter_context(link.carries_ours())
         stack.enter_context(link.carries_stock(stock_trace))
         stack.enter_context(around(job, "enter_run", enter_run))
-        job.run_job(found.device, status)
+        job.run_job(found.device, status, features=features())
 
 
 def main() -> None:

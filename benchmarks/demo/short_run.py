@@ -19,13 +19,13 @@ from benchmarks.demo.folder import Folder, open_folder, shown, write_json
 from benchmarks.demo.links.link import link, rank_cores
 from benchmarks.demo.steps import OURS, STOCK, Comparison
 from benchmarks.demo.training import EXPOSED_SHARE, Training
+from benchmarks.demo.training_log.train_log import RunLog, tail
+from benchmarks.demo.training_log.training_process import say
 from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
-from megatron_lancet.cli.training_process import say
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import RunLog, tail
 
 LOSS_TOLERANCE = 1e-4
 """A larger difference of losses is an error: sums in another order differ by 1e-7, which training then multiplies."""
@@ -145,7 +145,7 @@ def run_of(log: Path) -> RunLog:
 def write_pictures(folder: Folder, comparison: Comparison, summary: dict[str, Any], num_steps: int) -> None:
     """Writes both timelines above each other, and the loss curve of ours."""
     from benchmarks.demo.picture import write_picture  # matplotlib is slow to import
-    from megatron_lancet.report.loss_curve import LossCurve, write_png
+    from benchmarks.demo.training_log.loss_curve import LossCurve, write_png
 
     stock, ours = comparison.typical(STOCK), comparison.typical(OURS)
     if stock is not None and ours is not None:

@@ -51,8 +51,7 @@ def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
     write = partial(write_results, summarise=compare, as_text=as_text, as_markdown=as_markdown)
-    timeout_s = args.timeout_minutes * 60
-    run_benchmark("from_trace", partial(make_job, args), timeout_s, write, args.output, args.default_malloc)
+    run_benchmark("from_trace", args, make_job, write)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.tables import aligned
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
-from megatron_lancet.report.timeline.rank_traces import hidden_share, write_rank_traces
-from megatron_lancet.report.timeline.trace_file import read_trace
+from megatron_lancet.lab.views.rank_traces import hidden_share, write_rank_traces
+from megatron_lancet.lab.views.trace_file import read_trace
 
 MAX_DIFFERENCE = 2.0
 """Percent points."""

@@ -32,9 +32,9 @@ from benchmarks.gpu.variants import PLANS, STOCK, Work
 from benchmarks.gpu.world import mocked_group
 from benchmarks.harness.origin import finished, origin
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_work import refuse_one_connection
 from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_work import refuse_one_connection
 
 _LINKS = {"tiny": ["100:0.01"]}
 """For which a tiny model's messages take as long as its compute."""

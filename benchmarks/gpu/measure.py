@@ -30,7 +30,7 @@ from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.trace import Communication, communication_of
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Variant, Work, why_megatron_refuses
 from benchmarks.gradient_error import relative_errors
-from megatron_lancet.mock.link import Link
+from megatron_lancet.testkit.mock.link import Link
 
 MAX_ERROR_RATIO = 2.0
 MAX_EXTRA_ERROR = 0.02

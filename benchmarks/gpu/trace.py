@@ -9,7 +9,7 @@ from benchmarks.gpu.intervals import Span, length, uncovered
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what runs on the device, in the traces that torch.profiler exports."""
 _MESSAGE = "paced_copy_kernel"
-"""Part of the name of the kernel that is a mocked message (``megatron_lancet/mock/paced_kernel.py``)."""
+"""Part of the name of the kernel that is a mocked message (``megatron_lancet/testkit/mock/paced_kernel.py``)."""
 _US_PER_MS = 1e3
 
 

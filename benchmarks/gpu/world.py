@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_group import MockProcessGroup
-from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.mock.paced_link import PacedLink
 from megatron_lancet.patching import around
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_group import MockProcessGroup
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.paced_link import PacedLink
 
 UsingLink = Callable[[Link], AbstractContextManager[None]]
 

@@ -1,11 +1,13 @@
 """Runs a benchmark's ranks in their namespaces, and ends it with the status that says why."""
 
+import argparse
 import json
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -63,17 +65,15 @@ def measure_in_network(
 
 def run_benchmark(
     name: str,
-    make_job: Callable[[Sequence[int], Path], Job],
-    timeout_s: float,
+    args: argparse.Namespace,
+    make_job: Callable[[argparse.Namespace, Sequence[int], Path], Job],
     write_results: Callable[[dict[str, Any], Path], None],
-    output: Path | None,
-    default_malloc: bool,
 ) -> None:
     """All of a benchmark whose package is ``benchmarks.NAME``: run, then write what was measured and how.
 
     Args:
-        output: results go to files of this name; None names them after the benchmark and the day.
-        default_malloc: see :func:`rank_environment`.
+        args: with the flags of :func:`benchmarks.harness.command.add_common_arguments`.
+        make_job: what the ranks are to do, from ``args``, the cores and the path of the result.
 
     Raises:
         UsageError: this machine can't run it.
@@ -81,12 +81,13 @@ def run_benchmark(
     """
     exit_on_signals()
     try:
-        found = origin(f"benchmarks.{name}", environment=rank_environment(0, default_malloc))
-        measured, ended_by = measure_in_network(name, make_job, timeout_s, default_malloc)
+        found = origin(f"benchmarks.{name}", environment=rank_environment(0, args.default_malloc))
+        timeout_s = args.timeout_minutes * 60
+        measured, ended_by = measure_in_network(name, partial(make_job, args), timeout_s, args.default_malloc)
     except (RankError, KeyboardInterrupt) as error:
         end(error)
     result = {**finished(found), "is_complete": ended_by is None, **measured}
-    write_results(result, output or RESULTS / f"{name}-{found['date']}")
+    write_results(result, args.output or RESULTS / f"{name}-{found['date']}")
     if ended_by is not None:
         end(ended_by)
 

@@ -8,7 +8,6 @@ removes them again. All cases take about an hour and three quarters, --headline 
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,7 @@ def write(result: dict[str, Any], output: Path) -> None:
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    timeout_s = args.timeout_minutes * 60
-    run_benchmark("network", partial(make_job, args), timeout_s, write, args.output, args.default_malloc)
+    run_benchmark("network", args, make_job, write)
 
 
 if __name__ == "__main__":

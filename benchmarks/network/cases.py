@@ -57,10 +57,8 @@ def _deduplicated_variants() -> list[Variant]:
 
 
 def _two_hop_variants() -> list[Variant]:
-    """A token travels once to a node; in the last one a turn ends at messages inside a node, too."""
-    whole, chunks = (fixed_plan(num_chunks, dispatch=Dispatch.TWO_HOP) for num_chunks in (1, 2))
-    by_hop = replace(chunks, segments=tuple(replace(segment, hop_turns=True) for segment in chunks.segments))
-    return [Variant("two-hop-k1", whole), Variant("two-hop-k2", chunks), Variant("two-hop-k2-hop-turns", by_hop)]
+    """A token travels once to a node."""
+    return [Variant(f"two-hop-k{chunks}", fixed_plan(chunks, dispatch=Dispatch.TWO_HOP)) for chunks in (1, 2)]
 
 
 def _tiled_variants() -> list[Variant]:
@@ -145,7 +143,7 @@ _PAIRED_TOP_4 = ("stock", CHUNKED, "stock-free", "paired-k1", "dedup-k2", "paire
 _TOP_4 = Shape(layers=3, seq_length=96, experts=8, topk=4)
 """Few tokens, since each has four rows; rows so wide that what travels beside their hidden values is below 1 %."""
 _TOP_4_STEPS = replace(_TOP_4, seq_length=64, micro_batches=4)
-_NODES = ("stock", CHUNKED, "stock-free", "dedup-k2", "two-hop-k1", "two-hop-k2", "two-hop-k2-hop-turns")
+_NODES = ("stock", CHUNKED, "stock-free", "dedup-k2", "two-hop-k1", "two-hop-k2")
 _NODES_TOP_4 = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)
 """Two ranks share a core, so the model is small."""
 _NODES_TOP_8 = replace(_NODES_TOP_4, seq_length=64, experts=16, topk=8)

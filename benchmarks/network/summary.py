@@ -157,7 +157,8 @@ class CaseSummary:
 
 
 def summarise(case: Mapping[str, Any]) -> CaseSummary:
-    """The table's figures of a case of the JSON file."""
+    """The table's figures of a case of the JSON file, without variants that the benchmark no longer has."""
+    case = {**case, "variants": [name for name in case["variants"] if name in VARIANTS]}
     samples = CaseSamples(case)
     baseline = case["baseline"]
     flat_shares = [share for layer in case["expert_shares"] for share in layer]

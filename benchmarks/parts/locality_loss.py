@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.demo.data import prepare
 from benchmarks.demo.folder import Folder, open_folder
 from benchmarks.demo.long_run import Layout, launch_command, train, training_flags
+from benchmarks.demo.training_log.train_log import RunLog
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, parsed, write_result
 from megatron_lancet.report.summary import REPORT_FILE
-from megatron_lancet.report.train_log import RunLog
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _RANKS, _RANKS_PER_NODE, _TOPK = 4, 2, 2

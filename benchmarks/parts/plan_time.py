@@ -2,7 +2,7 @@
 
     python -m benchmarks.parts.plan_time [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
 
-One core, no GPU, nothing of torch. For each case: the median time of make_plan with four ranges, two dimensions and 1,
+One core, no GPU, nothing of torch. For each case: the median time of make_plan with three ranges, two dimensions and 1,
 2, 4 and 8 chunks, with and without a memory bound, and the time of one simulation of the whole step at 8 chunks. A
 second table compares the search of large spaces with the whole search, on random small models.
 """

@@ -22,7 +22,7 @@ max(top-k, E / 4), and three of four tokens choose among them only.
 """
 
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -190,7 +190,8 @@ def main() -> None:
         num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
         bound = int(ROOM * CASE.tokens * CASE.top_k / PLAN.num_chunks)
         layers = {variant: MegatronLayer(CASE, PLAN) for variant in (WITHOUT, WITH)}
-        layers[WITH]._block.comm.max_expert_rows = bound
+        comm = layers[WITH]._block.comm
+        comm.use(replace(comm.settings, max_expert_rows=bound))
         if is_first:
             print(f"{num_ranks} ranks, {CASE}, {PLAN.num_chunks} chunks, at most {bound} rows of a chunk on a rank\n")
             print(

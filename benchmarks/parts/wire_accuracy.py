@@ -1,4 +1,4 @@
-"""How far gradients move if hidden states are rounded in messages: each format of ``--lancet-wire`` against exact.
+"""How far gradients move if hidden states are rounded in messages: ``--lancet-wire fp8`` against exact.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.wire_accuracy --output wire-accuracy.json
 
@@ -12,6 +12,7 @@ weights are fresh ones, whose router hardly prefers any expert: after training f
 
 import argparse
 import math
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,11 +28,21 @@ from benchmarks.harness.cases import Shape
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
 from megatron_lancet.files import to_plain
-from megatron_lancet.report.wire_error import KINDS, kind_of_parameter
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 
+_OTHER_PARAMETERS = "others"
+_PATTERNS = {
+    "expert weights": r"\.experts\.",
+    "routers": r"\.router\.",
+    "attention layers": r"\.self_attention\.",
+    "norms": r"layer_?norm|norm\.",
+    "embeddings": r"(^|\.)embedding\.",
+    "output layer": r"(^|\.)output_layer\.",
+}
+"""Kinds of parameters, by a part of their names; the first pattern that fits counts."""
+_KINDS = (*_PATTERNS, _OTHER_PARAMETERS)
 _CHOICES = "choices that differ"
 _LOSS = "loss"
 
@@ -95,20 +106,24 @@ def one_step(shape: Shape, plan: Plan, wire: Wire, nodes: Nodes | None) -> StepR
     return StepResult(loss.item(), gradients, maps, stats.take().payload_bytes)
 
 
+def _kind(parameter: str) -> str:
+    return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, parameter)), _OTHER_PARAMETERS)
+
+
 def errors(found: StepResult, exact: StepResult) -> dict[str, float]:
     """Errors by kind of parameter, and of loss and choices; over all ranks. Collective."""
     squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, gradient in exact.gradients.items():
         for place, values in enumerate((found.gradients[name] - gradient, gradient)):
-            squares[kind_of_parameter(name)][place] += values.double().square().sum().item()
+            squares[_kind(name)][place] += values.double().square().sum().item()
     chosen = [torch.stack(one.routing_maps) for one in (found, exact)]
     squares[_CHOICES] = [float((chosen[0] & ~chosen[1]).sum()), float(chosen[1].sum())]
     squares[_LOSS] = [abs(found.loss - exact.loss), exact.loss]
-    kinds = [*KINDS, _CHOICES, _LOSS]
+    kinds = [*_KINDS, _CHOICES, _LOSS]
     summed = torch.tensor([squares[kind] for kind in kinds], dtype=torch.float64)
     dist.all_reduce(summed)
     ratios = {kind: error / whole for kind, (error, whole) in zip(kinds, summed.tolist(), strict=True) if whole}
-    return {kind: math.sqrt(ratio) if kind in KINDS else ratio for kind, ratio in ratios.items()}
+    return {kind: math.sqrt(ratio) if kind in _KINDS else ratio for kind, ratio in ratios.items()}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

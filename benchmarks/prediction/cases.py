@@ -29,8 +29,6 @@ def _fixed_plans() -> dict[str, Plan]:
         "experts-k4-dw": fixed_plan(4, fill, batch, OverlapRange.EXPERTS),
         "gate-k2-dw": fixed_plan(2, fill, batch, OverlapRange.GATE),
         "gate-k4": fixed_plan(4, none, sequence, OverlapRange.GATE),
-        "layer-k2-dw": fixed_plan(2, fill, batch, OverlapRange.LAYER),
-        "layer-k4": fixed_plan(4, none, batch, OverlapRange.LAYER),
         "stack-k2": fixed_plan(2, none),
         "stack-k2-dw": fixed_plan(2, fill),
         "stack-k4-dw": fixed_plan(4, fill),
@@ -77,12 +75,12 @@ CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
 _SHAPE = Shape(hidden=384, seq_length=256)
-_SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
+_SOME = ("k1", "k1-dw", "experts-k4-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 _PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
 _TOP_4 = ("k1", "stack-k2-dw", *_plans_of(Dispatch.DEDUP), PLANNED)
 _NODES = ("k1", "stack-k2-dw", "dedup-k2", *_plans_of(Dispatch.TWO_HOP), PLANNED)
 _TILED = ("k1", "k1-dw", "stack-k2-dw", *_tiled_plans(), PLANNED)
-_BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
+_BATCH_ONLY = ("k1", "k1-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
 def _cases() -> list[Case]:

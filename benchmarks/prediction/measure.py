@@ -18,6 +18,8 @@ from benchmarks.training_step.model import BUCKET_PARAMETERS
 from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
 from megatron_lancet.files import to_plain
+from megatron_lancet.lab.views.clocks import aligned
+from megatron_lancet.lab.views.trace_file import write_trace
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
 from megatron_lancet.planning.search.planner import make_plan
@@ -25,9 +27,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import NUM_TRACED_STEPS, ProfileRun, plans_to_profile
-from megatron_lancet.report.timeline.clocks import aligned
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.trace_file import write_trace
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
 from megatron_lancet.schedule.reductions import GradientReduction

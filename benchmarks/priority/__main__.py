@@ -48,8 +48,7 @@ def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
     write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
-    timeout_s = args.timeout_minutes * 60
-    run_benchmark("priority", partial(make_job, args), timeout_s, write, args.output, args.default_malloc)
+    run_benchmark("priority", args, make_job, write)
 
 
 if __name__ == "__main__":

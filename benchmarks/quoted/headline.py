@@ -1,12 +1,12 @@
-"""The table on the front page: our schedules and Megatron's own overlap, with stock waiting for 45 % of its passes."""
+"""The first table of docs/performance.md: our schedules and Megatron's own overlap where stock waits for 45 %."""
 
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import ACCUMULATED, CHUNKED, MEGATRON, MEGATRON_DELAYED, PAIRED_CASES, TE_CASE
 from benchmarks.quoted.cells import NOT_RUN
 from benchmarks.quoted.network import Measured, dates, measured
 
-_FOLDER = "benchmarks/results"
-"""Path from the front page to the result files."""
+_FOLDER = "../benchmarks/results"
+"""Path from docs/performance.md to the result files."""
 _STEPS = {
     "45": "one micro-batch, forward and backward",
     "optimizer": "the same, with gradient reduction and Adam",

@@ -70,7 +70,7 @@ def causes() -> str:
         return NO_RESULT
     recovered = sum(run.is_recovered for run in everything)
     return (
-        f"{markdown(lines)}\n\nNamed first in {_num_named(everything)} of {len(everything)} runs (wanted: 19 of 20), "
+        f"{markdown(lines)}\n\nNamed first in {_num_named(everything)} of {len(everything)} runs (target: 19 of 20), "
         f"recovered in {recovered}."
     )
 
@@ -98,7 +98,7 @@ def evaluation() -> str:
         for row in summary.rows:
             times = [f"{ms:.0f} ms" for ms in (row.median_ms, row.high_ms, row.waits_ms)]
             found = [f"{row.most_over_mean:.2f}", f"{row.sent_share:.0%}", quartiles(row.over_baseline)]
-            name = f"[`{case}`](../benchmarks/results/{quoted.file}){marks}"
+            name = f"[`{case}`](results/{quoted.file}){marks}"
             lines.append(
                 [name, f"`{row.name}`", f"{row.tokens_per_s:.0f}", *times, *found, f"{row.text_over_baseline:.2f}"]
             )

@@ -26,8 +26,8 @@ from benchmarks.provenance import DISTURBED, link, together
 from benchmarks.quoted.results import Quoted, all_runs, rows_of
 from megatron_lancet.files import from_plain
 
-FOLDER = "../benchmarks/results"
-"""Path from a document in ``docs`` to the result files."""
+FOLDER = "results"
+"""Path from benchmarks/RESULTS.md to the result files."""
 _KEEPS_MEMORY = "MALLOC_TRIM_THRESHOLD_"
 
 

@@ -32,14 +32,13 @@ from benchmarks.quoted.headline import headline
 from benchmarks.quoted.load import TABLES as LOAD_TABLES
 from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources
 from benchmarks.quoted.nodes import nodes, nodes_prediction, nodes_variants
-from benchmarks.quoted.pairing import pairing, pairing_prediction, pairing_variants
+from benchmarks.quoted.pairing import pairing, pairing_prediction
 from benchmarks.quoted.results import Quoted, newest_file, predictions, result, sourced
 from benchmarks.quoted.targets import Figure, further_targets, target_row
 from benchmarks.quoted.tiles import TABLES as TILES_TABLES
 
 _REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = (
-    _REPOSITORY / "README.md",
     _REPOSITORY / "docs" / "performance.md",
     _REPOSITORY / "docs" / "gpus.md",
     _REPOSITORY / "benchmarks" / "RESULTS.md",
@@ -311,7 +310,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": speed,
     "pairing": pairing,
-    "pairing-variants": pairing_variants,
     "pairing-prediction": pairing_prediction,
     "dispatch": dispatch,
     "dispatch-variants": dispatch_variants,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from benchmarks.training_step.megatron_overlap import ThreadedStats
 from benchmarks.training_step.stock_messages import StockMessages
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
-from megatron_lancet.runtime.transport.hops import Hop, Hops, make_hops
-from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.runtime.transport.hops import Hop, Hops
+from megatron_lancet.runtime.transport.select import make_hops, make_transport
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE
 

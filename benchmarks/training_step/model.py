@@ -22,8 +22,9 @@ from benchmarks.training_step.megatron_overlap import schedule_micro_batches
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime.comm import Comm, Handle
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
+from megatron_lancet.runtime.exchange import Handle
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Plan

@@ -12,7 +12,7 @@ from megatron_lancet.planning.plan_file import PlanFile, read_plan_file
 from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import TILES, Limits
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
 _PAIRING = {"auto": (False, True), "on": (True,), "off": (False,)}
@@ -27,8 +27,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-chunks", nargs="+", type=positive_int, metavar="K", help=counts)
     add("--chunk-dim", nargs="+", choices=dims, help="dimensions along which micro-batches may be cut (default: all)")
     chunked = (
-        "ops that may run in chunks: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (several layers without a barrier between them) (default: all)"
+        "ops that may run in chunks: experts (dispatch to combine), gate (router to combine), stack (several "
+        "layers with their attention, without a barrier between them) (default: all)"
     )
     add("--range", nargs="+", choices=ranges, help=chunked)
     deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"
@@ -46,8 +46,6 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: 0, and {' '.join(map(str, TILES))} with one chunk if the profile has times of such parts)"
     )
     add("--tiles", nargs="+", type=count, metavar="N", help=tiles)
-    own = "with tiles, when the experts may work on the rows that stay on a rank (default: half after)"
-    add("--own-rows", nargs="+", choices=[one.value for one in OwnRows], help=own)
     memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"
     add("--max-memory-mb", type=positive_float, metavar="MB", help=memory)
     pinned = "bound (10^6 bytes) of memory kept alive by deferred dW on a rank; written into the plan (default: none)"
@@ -64,7 +62,6 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         "pairing": _PAIRING[arguments.pairing],
         "dispatches": _DISPATCHES[arguments.dispatch],
         "tiles": arguments.tiles and tuple(arguments.tiles),
-        "own_rows": arguments.own_rows and tuple(OwnRows(one) for one in arguments.own_rows),
         "max_memory_bytes": arguments.max_memory_mb and mb_to_bytes(arguments.max_memory_mb),
         "dw_memory_bytes": arguments.dw_memory_mb and mb_to_bytes(arguments.dw_memory_mb),
     }
@@ -96,8 +93,8 @@ def load_expert_load(path: Path) -> ExpertLoad:
         raise UsageError(f"no usable load of experts: {error}") from error
     if load is None or not load.layers:
         raise UsageError(
-            f"{path} has no load of experts: the profile is older than it, of a mocked world, or of a model without "
-            "experts. Profile the model again with tools/profile_model.py on all its ranks."
+            f"{path} has no load of experts: the profile is of a mocked world, or of a model without experts. "
+            "Profile the model again with tools/profile_model.py on all its ranks."
         )
     return load
 

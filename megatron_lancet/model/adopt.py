@@ -28,6 +28,22 @@ def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[Modu
     return cast(ModuleT, module)
 
 
+class ByPlan:
+    """Mixin for a module whose arithmetic follows the plan.
+
+    Attributes:
+        last_expert_first: whether the next forward pass of experts expects the last expert's rows first.
+    """
+
+    @property
+    def last_expert_first(self) -> bool:
+        return False
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """Sets whether the module keeps stock's order of sums from the next step on."""
+        raise NotImplementedError
+
+
 def unknown_class(expected: type[torch.nn.Module], module: torch.nn.Module) -> UsageError:
     """The error for a module of another class than the one that is known, also of one derived from it."""
     return UsageError(

@@ -13,10 +13,8 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.prefix import Prefix
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
+from megatron_lancet.model.samples import Documents, PackedMicroBatch
 from megatron_lancet.schedule.chunk_sizes import most_chunks
-from megatron_lancet.schedule.documents.cuts import cut_sizes
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
@@ -112,9 +110,8 @@ def _chunk_sizes(size: int, segment: Segment, documents: Documents | None) -> li
             f"a micro-batch has {size} {units}, which make no {segment.num_chunks} chunks of multiples of "
             f"{segment.chunk_multiple}. Use fewer chunks, the other --lancet-chunk-dim or longer micro-batches."
         )
-    if documents is None or documents.cost is None or segment.chunk_dim is ChunkDim.BATCH:
-        return segment.chunk_sizes(size)
-    return cut_sizes(documents.lengths, segment.num_chunks, documents.cost, segment.chunk_multiple)
+    by_cost = None if documents is None else documents.chunk_sizes(segment)
+    return segment.chunk_sizes(size) if by_cost is None else by_cost
 
 
 def merge_hidden(parts: Sequence[torch.Tensor], segment: Segment) -> torch.Tensor:

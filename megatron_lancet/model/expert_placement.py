@@ -13,7 +13,7 @@ from megatron_lancet.model.local_experts.placed import (
     exchange,
     parameters_of_places,
 )
-from megatron_lancet.model.moe_layer import OverlappingMoE
+from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.routing.placement import Places
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
@@ -41,6 +41,7 @@ def places_of(moe: OverlappingMoE) -> Places:
             experts = adopt(experts, PlacedTEGroupedMLP)
         assert isinstance(experts, PlacedExperts), type(experts)
         router.places = experts.places = Places(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
+    assert isinstance(router.places, Places)
     return router.places
 
 

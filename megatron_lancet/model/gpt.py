@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -9,38 +10,25 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.adopt import adopt, unknown_class
-from megatron_lancet.model.attention.flops import tokens_per_pair
+from megatron_lancet.model.adopt import ByPlan, adopt, unknown_class
 from megatron_lancet.model.attention.masks import check_mask_type
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.base import Dispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
-from megatron_lancet.model.hybrid import OverlappingHybridStack
-from megatron_lancet.model.linear import (
-    DeferredColumnParallelLinear,
-    DeferredRowParallelLinear,
-    can_defer,
-    defer_weight_grad,
-)
-from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
-from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
+from megatron_lancet.model.dispatcher.base import Dispatcher, ExpertRanks
+from megatron_lancet.model.linear import LinearByPlan, can_defer, defer_weight_grad
 from megatron_lancet.model.ops import trace_ends
-from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
+from megatron_lancet.model.overlapping_moe import OverlappingMoE
+from megatron_lancet.model.parts import Stack, document_reader
+from megatron_lancet.model.recompute import Recompute, recompute_of_layer
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
-from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, has_te_linear, is_te_linear
-from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
+from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment
@@ -70,30 +58,28 @@ def overlap(
     Raises:
         UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
     """
-    block: LayersByPlan
-    if isinstance(model, HybridModel):
-        block = adopt(model.decoder, OverlappingHybridStack)
-    else:
-        block = adopt(model.decoder, OverlappingTransformerBlock)
+    own_class = next(filter(None, (part.block_class(model) for part in model_parts())), OverlappingTransformerBlock)
+    block: LayersByPlan = adopt(model.decoder, own_class)
     block.comm = comm
     block.overlapping_layers = [
         _prepare_layer(layer, cast(int, layer.layer_number), recompute_of_layer(model.config, index), comm)
         for index, layer in enumerate(block.layers)
     ]
     block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None
-    if _has_predictions(model):
-        _prepare_predictions(model, comm)
-    for module in list(model.modules()):
-        if is_te_linear(module):
-            call_per_chunk(module)
+    for part in model_parts():
+        part.prepare_layers(model, comm, _prepare_layer)
+    for part in model_parts():
+        part.adopt_modules(model)
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
-            if isinstance(linear, TELinearPerChunk):
+            if isinstance(linear, LinearByPlan):
                 linear.begin_deferring(name, comm.store)
             else:
                 defer_weight_grad(linear, name, comm.store)
-    for linear in _linears_with_several_uses(model):
-        linear.has_several_uses = True
+    for several in chain.from_iterable(part.parts_with_several_uses(model) for part in model_parts()):
+        for module in several.modules():
+            if isinstance(module, LinearByPlan):
+                module.has_several_uses = True
     trace_ends(model, comm)
     block.uses_sdpa_everywhere, block.overlaps_evaluation = sdpa or documents, overlaps_evaluation
     if documents:
@@ -112,8 +98,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     """
     block = model.decoder
     assert isinstance(block, LayersByPlan)
-    check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
-    check_tiles(plan, model, block.comm.max_expert_rows)
+    check_plan(plan, model, block.comm.settings.max_expert_rows)
     layers = overlapping_layers(model)
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
@@ -126,21 +111,21 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
-        attention.check(block.takes_documents and any(map(_needs_sdpa, attentions[attention])))
+        attention.check(block.documents is not None and any(map(_needs_sdpa, attentions[attention])))
     for layer in layers:
         if layer.attention in prefixed:
             check_mask_type(layer.stock.self_attention)
-    assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
+    assert all(plan.dispatch in layer.moe.dispatchers for layer in layers if layer.moe is not None), (
+        f"the layers have no connections for {plan.dispatch}"
+    )
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
-    block.comm.keeps_one_order = plan.is_paired
-    block.comm.dispatch = plan.dispatch
-    block.run_by(plan)
-    if _has_predictions(model):
-        model.mtp.run_by(plan)
+    block.comm.use(replace(block.comm.settings, dispatch=plan.dispatch, keeps_one_order=plan.is_paired))
+    for stack in _stacks(model):
+        stack.run_by(plan)
     for attention in attentions:
         if attention in prefixed:
             attention.use_prefixed()
@@ -154,14 +139,12 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
 
 def _prepare_for_documents(model: LanguageModel) -> None:
     block = model.decoder
-    block.takes_documents = True
-    pattern = model.hybrid_layer_pattern if isinstance(model, HybridModel) else None
-    block.document_cost = DocumentCost(tokens_per_pair(model.config, model.vocab_size, pattern))
+    block.documents = document_reader(model)
     for layer in overlapping_layers(model):
         if layer.attention is not None:
             layer.attention.begin_documents()
         if layer.prediction is not None:
-            layer.prediction.document_cost = block.document_cost
+            layer.prediction.documents = block.documents
 
 
 def num_forward_waits(model: LanguageModel, at_end: bool) -> int:
@@ -170,15 +153,30 @@ def num_forward_waits(model: LanguageModel, at_end: bool) -> int:
     Args:
         at_end: whether it is one at an end of a step with pairing.
     """
-    block = model.decoder
-    assert isinstance(block, LayersByPlan)
-    return block.num_waits(at_end) + (model.mtp.num_waits(at_end) if _has_predictions(model) else 0)
+    return sum(stack.num_waits(at_end) for stack in _stacks(model))
 
 
 def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
     """The layers of a model that :func:`overlap` prepared, in order; a repeated layer once for each of its numbers."""
-    predicting = model.mtp.overlapping_layers if _has_predictions(model) else []
-    return [*model.decoder.overlapping_layers, *predicting]
+    return [layer for stack in _stacks(model) for layer in stack.overlapping_layers]
+
+
+def _stacks(model: LanguageModel) -> list[Stack]:
+    """The decoder, and the stacks of layers behind it."""
+    return [model.decoder, *chain.from_iterable(part.stacks(model) for part in model_parts())]
+
+
+def check_plan(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -> None:
+    """
+    Args:
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
+
+    Raises:
+        UsageError: the plan is another model's, or needs what the model lacks.
+    """
+    check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
+    for part in model_parts():
+        part.check_plan(plan, model, max_expert_rows)
 
 
 def check_layers(plan: Plan, num_layers: int) -> None:
@@ -194,23 +192,6 @@ def check_layers(plan: Plan, num_layers: int) -> None:
             )
 
 
-def check_tiles(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -> None:
-    """
-    Args:
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
-
-    Raises:
-        UsageError: the plan has tiles, and the model can't run it.
-    """
-    is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
-    why_not = tiles_unsupported(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
-    if why_not is not None:
-        raise UsageError(
-            f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
-            f"without tiles, or {why_not.advice}."
-        )
-
-
 def _needs_sdpa(segment: Segment) -> bool:
     return segment.num_chunks > 1 and segment.chunk_dim is ChunkDim.SEQUENCE and segment.range.has_attention
 
@@ -223,45 +204,8 @@ def _is_exact(segment: Segment) -> bool:
 def _set_exact(part: torch.nn.Module, exact: bool) -> None:
     """Sets whether a part of the model keeps stock's order of sums."""
     for module in part.modules():
-        if isinstance(module, GroupingSequentialMLP):
-            module.may_group = not exact
-        elif isinstance(module, DeferredColumnParallelLinear | DeferredRowParallelLinear):
-            module.accumulate_in_gemm = not exact
-        elif isinstance(module, TELinearPerChunk):
-            module.is_exact = exact
-
-
-def _has_predictions(model: LanguageModel) -> bool:
-    """Whether this stage has the layers of multi-token prediction."""
-    return getattr(model, "mtp_process", False)
-
-
-def _prepare_predictions(model: GPTModel, comm: Comm) -> None:
-    """Prepares the layers of multi-token prediction, which are numbered from the model's last layer on."""
-    mtp, config, block = adopt(model.mtp, OverlappingMTP), model.config, model.decoder
-    layers = []
-    for number, prediction in enumerate(mtp.layers, start=config.num_layers + 1):
-        prediction = adopt(prediction, OverlappingMTPLayer)
-        layer = _prepare_layer(prediction.mtp_model_layer, number, recompute_of_mtp(config), comm)
-        layers.append(replace(layer, prediction=prediction))
-    if config.mtp_use_repeated_layer:
-        layers = [layers[0].numbered(layers[0].number + depth) for depth in range(config.mtp_num_layers)]
-    mtp.overlapping_layers, mtp.following = layers, block.following
-    block.following = Op(layers[0].number, 0, Phase.FORWARD, OpKind.MTP_PROJECTION)
-
-
-def _linears_with_several_uses(model: LanguageModel) -> Iterator[Any]:
-    """Yields the linear layers with deferred dW that run more than once in a micro-batch of stock."""
-    config = model.config
-    parts: list[torch.nn.Module] = []
-    if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
-        parts.append(model.output_layer)
-    if _has_predictions(model) and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
-        parts.append(model.mtp)
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, DeferredColumnParallelLinear | DeferredRowParallelLinear | TELinearPerChunk):
-                yield module
+        if isinstance(module, ByPlan):
+            module.keep_stocks_order(exact)
 
 
 def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) -> OverlappingLayer:
@@ -278,17 +222,15 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
     if recompute.experts and hasattr(layer.mlp.experts, "activation_recompute"):
         layer.mlp.experts.activation_recompute = False  # part of what runs again
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
-    if type(layer.mlp.experts) is SequentialMLP:
-        adopt(layer.mlp.experts, GroupingSequentialMLP)
+    for part in model_parts():
+        part.adopt_experts(layer.mlp.experts)
     stock = layer.mlp.token_dispatcher
     config = layer.config
-    groups = comm, config.num_moe_experts, stock.ep_size, stock.tp_group
-    dispatchers: dict[Dispatch, Dispatcher] = {
-        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion, has_te_linear(layer.mlp.experts)),
-        Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
-    }
-    if comm.nodes is not None:
-        dispatchers[Dispatch.TWO_HOP] = TwoHopDispatcher(*groups, comm.nodes, stock.ep_group.rank())
+    ranks = ExpertRanks(comm, config.num_moe_experts, stock.ep_size, stock.tp_group, stock.ep_group.rank())
+    fused, dense = config.moe_permute_fusion, any(part.needs_dense_rows(layer.mlp.experts) for part in model_parts())
+    dispatchers: dict[Dispatch, Dispatcher] = {Dispatch.PLAIN: AllToAllDispatcher(*ranks[:-1], fused, dense)}
+    for part in model_parts():
+        dispatchers |= part.dispatchers(ranks)
     moe = OverlappingMoE(number, layer.mlp, dispatchers, comm, recompute)
     return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 
@@ -321,4 +263,4 @@ def _deferrable_linears(model: LanguageModel) -> Iterator[tuple[torch.nn.Module,
 
 
 def _has_deferrable_weight_grad(module: torch.nn.Module) -> bool:
-    return module.trains_weight if isinstance(module, TELinearPerChunk) else can_defer(module)
+    return module.trains_weight if isinstance(module, LinearByPlan) else can_defer(module)

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows
+from megatron_lancet.model.adopt import ByPlan, adopt
+from megatron_lancet.runtime.factors import Factors, PartOfRows
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
@@ -101,7 +101,32 @@ def _accumulate_fused(grad_TO: torch.Tensor, input_TI: torch.Tensor, main_grad_O
     accumulate(input_TI, grad_TO, main_grad_OI)
 
 
-class _DeferredWeightGrad:
+class LinearByPlan(ByPlan):
+    """Mixin for a linear module whose dW goes to the store of a plan, and which runs once for each chunk.
+
+    Attributes:
+        package: the distribution whose kernels it runs; None for torch's.
+        has_several_uses: whether the module runs more than once in a micro-batch, also without chunks.
+    """
+
+    package: str | None = None
+    has_several_uses: bool = False
+
+    @property
+    def trains_weight(self) -> bool:
+        """Whether the module has a weight that is trained, and so a dW."""
+        raise NotImplementedError
+
+    def begin_deferring(self, name: str, store: WeightGradStore) -> None:
+        """Marks the weights for DDP, which then calls ``register_wgrad_accumulation_and_reduce_hooks``.
+
+        Args:
+            name: name of the weight gradient's op.
+        """
+        raise NotImplementedError
+
+
+class _DeferredWeightGrad(LinearByPlan):
     """Mixin for a Megatron linear layer, whose forward uses the function above.
 
     It follows DDP's protocol for late gradients: DDP does not watch ``weight``, because the weight carries
@@ -114,10 +139,17 @@ class _DeferredWeightGrad:
     store: WeightGradStore
     weight_name: str
     deferred: DeferredWeight | None
-    has_several_uses: bool = False
-    """Whether the layer runs more than once in a micro-batch, also without chunks."""
     accumulate_in_gemm: bool = False
     """See :class:`DeferredWeight`. May change between steps."""
+
+    @property
+    def trains_weight(self) -> bool:
+        """Whether the weight is trained."""
+        return self.weight.requires_grad
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """See :class:`ByPlan`."""
+        self.accumulate_in_gemm = not keeps
 
     def begin_deferring(self, name: str, store: WeightGradStore) -> None:
         """Marks the weight for DDP, which then calls :meth:`register_wgrad_accumulation_and_reduce_hooks`."""
@@ -139,7 +171,7 @@ class _DeferredWeightGrad:
 
     def deferral(self) -> Defer:
         """What takes the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
-        part = PartOfRows.present
+        part = self.store.part
         return self._defer if part is None else partial(self._gather, part)
 
     def _gather(self, part: PartOfRows, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
@@ -170,7 +202,7 @@ class _DeferredWeightGrad:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        is_exact_part = PartOfRows.present is not None and not self.accumulate_in_gemm and not on_cuda(weight)
+        is_exact_part = self.store.part is not None and not self.accumulate_in_gemm and not on_cuda(weight)
         min_rows = _MIN_ROWS if is_exact_part else 0
         return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 

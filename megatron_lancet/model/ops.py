@@ -7,23 +7,18 @@ from typing import Any
 import torch
 
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.dispatcher.all_to_all import Permutation
-from megatron_lancet.model.dispatcher.deduplicated import DistinctRows
-from megatron_lancet.model.dispatcher.parts import Tiling
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
-from megatron_lancet.model.dispatcher.two_hop import PassedRows
 from megatron_lancet.model.recompute import DroppedOutputs
-from megatron_lancet.model.tiles.chunk import ChunkInParts
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.turns import ROWS_MADE_BY, AddResidual, Compute, Instruction, Launch, Verb
+from megatron_lancet.schedule.turns import ROWS_MADE_BY, AddResidual, Compute, Instruction, Launch, Verb, Wait
 
 
 class ChunkState:
-    """A chunk and its tensors. An attribute exists from the op that makes it to the last op that needs it.
+    """A chunk and its tensors. A tensor is held from the op that makes it to the last op that needs it.
 
     Attributes:
         chunk: which part of the micro-batch it is.
@@ -31,18 +26,15 @@ class ChunkState:
         embedded_sbH: embeddings of the next tokens, for a multi-token prediction; [S, B, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
         norm: drops ``normed_sbH``, where that is recomputed.
-        shared_input_sbH: the same for the experts that see all tokens.
+        shared_input_sbH: the same for the experts that see all tokens; None before the router and behind them.
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
         routed: the point in time at which ``routing_map_tE`` was complete.
         routes: how many rows go where, known when the counts have arrived, or at once where none are sent.
         permutation: maps rows to tokens.
-        passed: maps the rows of a second hop to those of the first.
         rows: rows to be sent, or received; [n, ...] each.
-        tiling: into which parts the rows are cut; None where all go in one message.
-        parts: those parts, where they are.
-        sent: those of the dispatch in flight, if a limit of rows may make them go in several rounds.
-        is_back: whether the rows have been to their experts and back in such rounds.
+        kept: what the ops of an optional part keep for each other.
+        has_output: whether ``rows`` are the outputs of the chunk's own rows already, before the experts' turn.
         message: the all-to-all in flight.
         ticket: edge of the graph from the launch of the message to its wait.
         shared_sbH: output of the experts that see all tokens, [s, b, H].
@@ -53,18 +45,15 @@ class ChunkState:
     embedded_sbH: torch.Tensor
     normed_sbH: torch.Tensor
     norm: DroppedOutputs
-    shared_input_sbH: torch.Tensor
+    shared_input_sbH: torch.Tensor | None = None
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
     routed: ReadyEvent
-    routes: PendingRoutes[Any] | Routes
-    permutation: Permutation | DistinctRows
-    passed: PassedRows
+    routes: PendingRoutes[Any] | Routes | None = None
+    permutation: Any
     rows: tuple[torch.Tensor, ...]
-    tiling: Tiling | None = None
-    parts: ChunkInParts
-    sent: tuple[torch.Tensor, ...]
-    is_back: bool = False
+    kept: Any
+    has_output: bool = False
     message: AllToAll
     ticket: torch.Tensor
     shared_sbH: torch.Tensor
@@ -73,6 +62,12 @@ class ChunkState:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
         self.norm = DroppedOutputs()
+
+    @property
+    def present_routes(self) -> PendingRoutes[Any] | Routes:
+        """The routes, between the launch of the counts and the launch of the last combine."""
+        assert self.routes is not None
+        return self.routes
 
     def launch(self, message: AllToAll) -> None:
         """Launches ``message`` with the rows."""
@@ -83,6 +78,17 @@ class ChunkState:
         """Waits for the message in flight; its rows replace those that were sent."""
         self.rows = self.message.wait(self.ticket)
         del self.message, self.ticket
+
+    def passes_through(self, verb: Verb) -> bool:
+        """Whether the chunk passes through an op without work, since it has its output already."""
+        return self.has_output and (isinstance(verb, Launch | Wait) or verb.kind in ROWS_MADE_BY.values())
+
+    def pass_through(self, comm: Comm, instruction: Instruction) -> None:
+        """Runs an instruction for which :meth:`passes_through` holds: messages keep their places, and are empty."""
+        if isinstance(instruction.verb, Launch):
+            self.launch(AllToAll(comm, instruction.op, None))
+        elif isinstance(instruction.verb, Wait):
+            self.wait()
 
 
 _FORKS: dict[Verb, str] = {
@@ -97,11 +103,9 @@ _FORKS: dict[Verb, str] = {
 op, or the experts' input bypasses the router. An op that receives its rows by a message has none: its backward ends
 where the message with their gradients is launched."""
 
-_ON_PARTS = (Compute(OpKind.EXPERTS), Compute(OpKind.OWN_EXPERTS))
-
 
 @contextmanager
-def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
+def traced(trace: Recorder | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
     """Traces the instruction that runs inside: the end of its op, and in the graph the end of the op's backward.
 
     Args:
@@ -117,9 +121,7 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
         # After a concatenation, which is another op.
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):
-        trace.received(str(op), x.routes.wait().num_rows)
-    elif verb.of_all_rows in _ON_PARTS:
-        x.parts.trace(trace, op)
+        trace.received(str(op), x.present_routes.wait().num_rows)
     yield
     if isinstance(verb, Launch):
         made_by = op.with_kind(ROWS_MADE_BY[verb.kind])
@@ -148,7 +150,7 @@ def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
     model.register_forward_hook(after)
 
 
-def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> torch.Tensor:
+def begin_layers(trace: Recorder, hidden: torch.Tensor, has_embedding: bool) -> torch.Tensor:
     """Traces the end of the embedding, before a stage's first layer.
 
     Args:
@@ -161,7 +163,7 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
-def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
+def end_layers(trace: Recorder | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
     """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
@@ -172,7 +174,7 @@ def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) 
     return hidden if trace is None or following is None else trace.boundary(hidden, str(following.mirrored()))
 
 
-def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
+def begin_cut(trace: Recorder | None, hidden: torch.Tensor) -> torch.Tensor:
     """Traces the begin of a split or a concatenation; returns ``hidden``.
 
     Args:
@@ -182,7 +184,7 @@ def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if trace is None else trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.CUT))
 
 
-def end_cut(trace: Trace | None) -> None:
+def end_cut(trace: Recorder | None) -> None:
     """Traces the end of a split or a concatenation.
 
     Args:

@@ -11,9 +11,10 @@ as well, although other functions save them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -275,14 +276,12 @@ def _several(outputs: Any) -> Sequence[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else cast(Sequence[torch.Tensor], outputs)
 
 
+_SCOPES: ContextVar[list[ExitStack] | None] = ContextVar("scopes", default=None)
+"""The objects between their two calls inside :func:`outputs_dropped_in_stock`; None outside of it."""
+
+
 class _Checkpoint:
-    """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``.
-
-    Attributes:
-        scopes: the objects between their two calls inside :func:`outputs_dropped_in_stock`; None outside of it.
-    """
-
-    scopes: ClassVar[list[ExitStack] | None] = None
+    """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``."""
 
     def __init__(self, scopes: list[ExitStack]) -> None:
         self._scopes = scopes
@@ -310,16 +309,17 @@ def outputs_dropped_in_stock(again: bool) -> Iterator[None]:
         yield
         return
     assert hasattr(tensor_parallel.CheckpointWithoutOutput, "__wrapped__"), "Megatron's own class is in place"
-    outer, scopes = _Checkpoint.scopes, list[ExitStack]()
-    _Checkpoint.scopes = scopes
+    scopes = list[ExitStack]()
+    outer = _SCOPES.set(scopes)
     try:
         yield
     finally:
-        _Checkpoint.scopes = outer
+        _SCOPES.reset(outer)
         while scopes:  # a module raised between its two calls
             scopes.pop().close()
 
 
 def make_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Makes Megatron's ``CheckpointWithoutOutput``; inside :func:`outputs_dropped_in_stock` what takes its place."""
-    return stock(*args, **kwargs) if _Checkpoint.scopes is None else _Checkpoint(_Checkpoint.scopes)
+    scopes = _SCOPES.get()
+    return stock(*args, **kwargs) if scopes is None else _Checkpoint(scopes)

@@ -27,18 +27,15 @@ from megatron_lancet.model.chunking import (
     split_rows,
     whole_micro_batch,
 )
-from megatron_lancet.model.dispatcher.parts import Tiling
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
+from megatron_lancet.model.samples import DocumentReader, Documents, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision
-from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
+from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, Wait, program
@@ -51,34 +48,33 @@ class SegmentForward:
     Attributes:
         layers: the segment's layers in this block, by number.
         program: what runs in them, in order.
+        ops: runs each verb of the program.
     """
 
     segment: Segment
     layers: Mapping[int, OverlappingLayer]
     program: Program
+    ops: LayerOps
 
     @property
     def num_waits(self) -> int:
         """Number of messages that the program waits for."""
         return sum(isinstance(one, Instruction) and isinstance(one.verb, Wait) for one in self.program)
 
-    def run(self, micro_batch: ChunkState, trace: Trace | None) -> None:
+    def run(self, micro_batch: ChunkState, trace: Recorder | None) -> None:
         """Run the program on a micro-batch.
 
         Args:
             micro_batch: holds the input of the first instruction, and afterwards the output of the last one.
             trace: None where nothing is recorded.
         """
-        tiling = micro_batch.tiling = Tiling.of(self.segment)
         chunks = [micro_batch]
         for instruction in self.program:
             match instruction:
                 case Instruction(_, layer, chunk):
-                    forward_layer(self.layers[layer], instruction, chunks[chunk])
+                    forward_layer(self.ops, self.layers[layer], instruction, chunks[chunk])
                 case Cut():
                     chunks = cut(micro_batch, self.segment, trace)
-                    for x in chunks:
-                        x.tiling = tiling
                 case Concatenate():
                     concatenate(chunks, micro_batch, self.segment, trace)
                     chunks = [micro_batch]
@@ -100,15 +96,13 @@ class LayersByPlan:
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
-        takes_documents: whether all attentions are prepared for packed documents.
-        document_cost: what positions of documents cost; None where there are none.
+        documents: reads packed documents, for which all attentions are prepared; None where there are none.
         checked_limits: mask limits checked before.
     """
 
     checked_limits: Set[MaskLimit] = frozenset()
     overlaps_evaluation: bool = False
-    takes_documents: bool = False
-    document_cost: DocumentCost | None = None
+    documents: DocumentReader | None = None
     layers: torch.nn.ModuleList
     config: TransformerConfig
     pre_process: bool
@@ -220,7 +214,7 @@ class LayersByPlan:
         """
         if params is None:
             return None
-        if not self.takes_documents:
+        if self.documents is None:
             raise UsageError(
                 "the overlapping layers got packed_seq_params, and their attentions are not prepared for documents. "
                 "Pass --dataloader-inter-document-masking, or run with --lancet-plan off."
@@ -230,7 +224,7 @@ class LayersByPlan:
                 "the overlapping layers got packed_seq_params and an attention mask. Drop --reset-attention-mask: "
                 "attention stays inside documents without it."
             )
-        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
+        return self.documents.read(params, hidden, self.config)
 
     def _begin_micro_batch(self, documents: Documents | None) -> None:
         if self.comm.store is not None and not self.comm.pairing.is_on:
@@ -312,12 +306,12 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
             verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
-            instructions = program(verbs, segment.num_chunks, segment.range, segment.hop_turns)
-            segments.append(SegmentForward(segment, own, instructions))
+            instructions = program(verbs, segment.num_chunks, segment.range)
+            segments.append(SegmentForward(segment, own, instructions, ops_of(segment, plan.dispatch)))
     return segments
 
 
-def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def cut(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     """Splits the input of the first op in chunks: hidden states, or the input of the router or of the experts.
 
     Args:
@@ -328,7 +322,7 @@ def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[
     return chunks
 
 
-def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     whole = micro_batch.chunk
     parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment, whole.documents)
     del micro_batch.hidden_sbH
@@ -339,18 +333,17 @@ def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     return states
 
 
-def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     routing = []
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
         del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.routed
         routed = ReadyEvent(routing[1][0])
-    has_shared_experts = hasattr(micro_batch, "shared_input_sbH")  # the router of the whole micro-batch has run
+    has_shared_experts = micro_batch.shared_input_sbH is not None  # the router of the whole micro-batch has run
     parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
-    if has_shared_experts:
-        del micro_batch.shared_input_sbH
+    micro_batch.shared_input_sbH = None
     whole = Chunk(0, 1, padding_mask=micro_batch.chunk.padding_mask)
     states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, whole)]
     for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
@@ -363,7 +356,9 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     return states
 
 
-def concatenate(chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> None:
+def concatenate(
+    chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Recorder | None
+) -> None:
     """Concatenates the output of the last op in chunks: hidden states, or the experts' output.
 
     Args:

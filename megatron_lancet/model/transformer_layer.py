@@ -16,8 +16,8 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState, traced
+from megatron_lancet.model.overlapping_moe import ForwardOp, OverlappingMoE
 from megatron_lancet.model.recompute import (
     NOTHING,
     DroppedOutputs,
@@ -25,8 +25,8 @@ from megatron_lancet.model.recompute import (
     maybe_recomputed,
     outputs_dropped_in_stock,
 )
-from megatron_lancet.model.te.precision import block_precision, op_precision
-from megatron_lancet.model.tiles.ops import forward as forward_in_tiles
+from megatron_lancet.model.te.precision import op_precision
+from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
@@ -84,24 +84,35 @@ class OverlappingLayer:
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
-def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
+type LayerOps = Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]]
+"""Runs each verb of a layer on a chunk."""
+
+
+def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
+    """The ops of the layers of a segment.
+
+    Args:
+        dispatch: what all-to-alls carry.
+    """
+    of_layers, of_experts = OPS, moe_layer.OPS
+    for part in model_parts():
+        of_layers = {**of_layers, **part.layer_ops()}
+        of_experts = {**of_experts, **part.ops(segment, dispatch, of_experts)}
+    return {**of_layers, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
+
+
+def _on_experts(op: ForwardOp, layer: OverlappingLayer, x: ChunkState) -> None:
+    assert layer.moe is not None
+    op(layer.moe, x)
+
+
+def forward_layer(ops: LayerOps, layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
     """Run one instruction of a layer on the chunk that it is for."""
     with traced(layer.comm.trace, instruction, x):
-        if instruction.verb in FORWARD:
-            FORWARD[instruction.verb](layer, x)
+        if x.passes_through(instruction.verb):
+            x.pass_through(layer.comm, instruction)
         else:
-            assert layer.moe is not None
-            if x.tiling is None:
-                moe_layer.FORWARD[instruction.verb](layer.moe, x)
-            else:
-                forward_in_tiles(layer.moe, instruction.verb, x)
-
-
-def project(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
-    with block_precision(layer.stock.config):
-        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
-    del x.embedded_sbH
+            ops[instruction.verb](layer, x)
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -141,20 +152,12 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
     del x.output_sbH
 
 
-FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
-    Compute(OpKind.MTP_PROJECTION): project,
+OPS: LayerOps = {
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.NORM): norm,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
-
-
-def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
-    """Norms of both and projection to [s, b, H]."""
-    assert layer.prediction is not None
-    with op_precision(layer.stock):
-        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:

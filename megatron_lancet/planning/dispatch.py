@@ -98,9 +98,9 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        if dispatch is Dispatch.TWO_HOP:
-            return tuple(replace(segment, tiles=0, own_rows=OwnRows.HALF) for segment in segments)
-        return tuple(replace(segment, hop_turns=False) for segment in segments)
+        if dispatch is not Dispatch.TWO_HOP:
+            return segments
+        return tuple(replace(segment, tiles=0, own_rows=OwnRows.HALF) for segment in segments)
 
     pairing = plan.pairing
     if pairing is not None:

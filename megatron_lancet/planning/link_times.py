@@ -1,8 +1,7 @@
 """Measured times of messages."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT
 from megatron_lancet.planning.figures import Factor, Ms, Size
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, MEMORY_BOUND
 
@@ -44,24 +43,16 @@ class LinkTimes:
     dispatches_apart: bool = False
     host_polls: bool = True
     memory_slowdown: Factor | None = None
-    between_nodes: Points = field(default=(), metadata=OMITTED_AT_DEFAULT)
-    between_nodes_queued: Points = field(default=(), metadata=OMITTED_AT_DEFAULT)
-    inside_node: Points = field(default=(), metadata=OMITTED_AT_DEFAULT)
-    inside_node_queued: Points = field(default=(), metadata=OMITTED_AT_DEFAULT)
+    between_nodes: Points = ()
+    between_nodes_queued: Points = ()
+    inside_node: Points = ()
+    inside_node_queued: Points = ()
 
     def all_to_all_of(self, kind: str) -> Points:
         """``all_to_all`` for a kind of message: that of its hop, if it belongs to two."""
-        return self._of_hop(kind, self.all_to_all, self.between_nodes, self.inside_node)
-
-    def queued_of(self, kind: str) -> Points:
-        """``queued`` for a kind of message: that of its hop, if it belongs to two."""
-        return self._of_hop(kind, self.queued, self.between_nodes_queued, self.inside_node_queued)
-
-    @staticmethod
-    def _of_hop(kind: str, whole: Points, between_nodes: Points, inside_node: Points) -> Points:
         if kind in BETWEEN_NODES:
-            return between_nodes
-        return inside_node if kind in INSIDE_NODE else whole
+            return self.between_nodes
+        return self.inside_node if kind in INSIDE_NODE else self.all_to_all
 
     def slowdown(self, kind: str) -> float:
         """Factor by which an op is slower while a message is in flight.

@@ -7,7 +7,7 @@ from megatron_lancet.planning.plan_file import ExpectedStep, LayerExposure, Plan
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import MAX_PLAYED_WITH_ENDS, Simulator, simulate
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline

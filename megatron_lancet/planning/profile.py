@@ -21,16 +21,8 @@ chunks and back).
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_lancet.files import (
-    OMITTED_AT_DEFAULT,
-    from_plain,
-    parse_object,
-    read_text,
-    take_version,
-    to_plain,
-)
+from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, read_text, to_plain
 from megatron_lancet.planning.dispatch import why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFrom1
 from megatron_lancet.planning.link_times import LinkTimes
@@ -38,16 +30,11 @@ from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 from megatron_lancet.schedule.reductions import GradientReduction
 
 PROFILE_VERSION = 2
-_KINDS_IN_VERSION_1 = {
-    "gate": OpKind.ROUTE.value,
-    "permute": OpKind.PREPROCESS.value,
-    "merge": OpKind.POSTPROCESS.value,
-}
 _ROW_ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, as in ``runtime/packing.py``."""
 
@@ -86,8 +73,7 @@ class ModelFacts:
         repeats_mtp_layer: whether they are one layer, which runs several times.
         num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
-        prob_bytes: bytes of one probability of an expert. A profile of before does not say: there the default is that
-            of a router in 32 bits, and wrong by at most a few bytes a row.
+        prob_bytes: bytes of one probability of an expert.
         nodes: how expert-parallel groups lie on nodes; None if two hops are impossible, or unknown.
         expert_tp_size: number of ranks that hold the parts of the same experts.
     """
@@ -108,14 +94,14 @@ class ModelFacts:
     combine_grad_row_bytes: Size
     counts_bytes: Size
     has_shared_experts: bool = False
-    token_multiple: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
-    num_mtp_layers: Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
-    repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
-    num_output_uses: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
-    pads_to_capacity: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
-    prob_bytes: CountFrom1 = field(default=4, metadata=OMITTED_AT_DEFAULT)
-    nodes: Nodes | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
-    expert_tp_size: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    token_multiple: CountFrom1 = 1
+    num_mtp_layers: Size = 0
+    repeats_mtp_layer: bool = False
+    num_output_uses: CountFrom1 = 1
+    pads_to_capacity: bool = False
+    prob_bytes: CountFrom1 = 4
+    nodes: Nodes | None = None
+    expert_tp_size: CountFrom1 = 1
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
@@ -375,7 +361,7 @@ class Profile:
     routing: tuple[ChunkRouting, ...] = ()
     paces: tuple[StepPace, ...] = ()
     gradients: GradientReduction | None = None
-    expert_load: ExpertLoad | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    expert_load: ExpertLoad | None = None
 
     def __post_init__(self) -> None:
         ep_size = self.model.ep_size
@@ -396,7 +382,7 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads the output of :meth:`Profile.to_json`, of this version or of version 1.
+    """Reads the output of :meth:`Profile.to_json`.
 
     Raises:
         RecordError: the file can't be read, is no profile, or a profile of another version.
@@ -410,30 +396,4 @@ def profile_from_json(text: str, where: str) -> Profile:
     Args:
         where: name of the source, for error messages.
     """
-    value = parse_object(text, where)
-    if value.get("version") == 1:
-        value = {**_with_todays_kinds(value), "version": PROFILE_VERSION}
-    take_version(value, PROFILE_VERSION, "the profile", where)
-    return from_plain(Profile, _with_host_polls(value), where)
-
-
-def _with_host_polls(value: dict[str, Any]) -> dict[str, Any]:
-    """Adds ``host_polls`` to a profile of before: only with NCCL, whose sends share no link, the host does not poll."""
-    link = value.get("link")
-    if not isinstance(link, dict) or "host_polls" in link:
-        return value
-    return {**value, "link": {**link, "host_polls": link.get("sends_share_link", True)}}
-
-
-def _with_todays_kinds(value: Any) -> Any:
-    """Renames three kinds of ops in parsed JSON of version 1."""
-    if isinstance(value, list):
-        return [_with_todays_kinds(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    renamed = {
-        name: _KINDS_IN_VERSION_1[text]
-        for name, text in value.items()
-        if name in ("kind", "after") and isinstance(text, str) and text in _KINDS_IN_VERSION_1
-    }
-    return {name: _with_todays_kinds(part) for name, part in value.items()} | renamed
+    return parse_record(Profile, text, PROFILE_VERSION, "the profile", where)

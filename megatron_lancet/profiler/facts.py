@@ -13,7 +13,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_lancet import __version__
 from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
-from megatron_lancet.model.te.linear import TELinearPerChunk
+from megatron_lancet.model.linear import LinearByPlan
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.model.transformer_block import LayersByPlan
 from megatron_lancet.planning.profile import ModelFacts
@@ -126,7 +126,8 @@ def package_versions(model: ProfiledModel) -> dict[str, str]:
     """Returns the versions of the packages whose kernels and schedules are timed."""
     versions = {package: version(package) for package in _PACKAGES}
     versions["megatron-lancet"] = __version__  # not from metadata: a checkout runs without being installed
-    if any(isinstance(module, TELinearPerChunk) for stage in model.stages for module in stage.modules()):
+    linears = (module for stage in model.stages for module in stage.modules() if isinstance(module, LinearByPlan))
+    if any(linear.package == "transformer-engine" for linear in linears):
         versions["transformer-engine"] = str(get_te_version())
     return versions
 

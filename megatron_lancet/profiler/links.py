@@ -13,7 +13,7 @@ from megatron_lancet.planning.link_times import LinkTimes, Points
 from megatron_lancet.planning.measured.fit import fit
 from megatron_lancet.profiler.slowdown import ChunkSizes, measure_slowdowns, timed_ms
 from megatron_lancet.runtime.collectives import from_all_ranks
-from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.recorder import Point
 from megatron_lancet.runtime.transport.base import ReadyEvent, Transfer, Transport
 
 SMALLEST_BYTES = 1024

@@ -152,7 +152,7 @@ class ProfileRun:
         plan, counts_memory = self.plans[index], index % self._num_steps_of_plan == 0
         saved = SavedActivations(trace, (weight for stage in self._model.stages for weight in stage.parameters()))
         comm.record_to(trace)
-        comm.expert_rows = None if counts_memory else self._expert_rows.add
+        comm.use(replace(comm.settings, expert_rows=None if counts_memory else self._expert_rows.add))
         trace.begin_step()
         try:
             with ExitStack() as stack:
@@ -162,7 +162,7 @@ class ProfileRun:
             found = trace.end_step()
         finally:
             comm.record_to(None)
-            comm.expert_rows = None
+            comm.use(replace(comm.settings, expert_rows=None))
         if not counts_memory:
             self._add(found, plan)
         elif not plan.has_tiles:  # with which as much is kept as without

@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import atomic_write, from_plain, to_plain
-from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
-from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommTimes
 
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
 REPORT_FILE = "report.json"
-BINS = "bins"
-"""Key of what is said of documents that were dealt to bins."""
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
-_WIRE_ERROR = "wire_error"
-_CAUSES = "exposed_by_cause"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
 """What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
 
@@ -74,8 +68,6 @@ def summarise(
     dw_memory_bytes: int | None = None,
     exposed: ExposedTable | None = None,
     first_step: int = 1,
-    wire_error: WireError | None = None,
-    causes: Sequence[CausesOfStep] = (),
     max_expert_rows: int | None = None,
 ) -> dict[str, Any]:
     """Returns the report: the slowest rank's step, the highest peak, and means over ranks for the rest.
@@ -87,8 +79,6 @@ def summarise(
         dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
         exposed: exposed communication of a traced step; without one the report has no such key.
         first_step: first step under the plan, counted from the first step of the process.
-        wire_error: how far a narrow wire moved the gradients of a step; without one the report has no such key.
-        causes: causes of the waits of traced steps, the newest last; without any the report has no such key.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
@@ -109,8 +99,6 @@ def summarise(
         "max_received_rows": max_expert_rows,
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
-        **({} if wire_error is None else {_WIRE_ERROR: to_plain(wire_error)}),
-        **({_CAUSES: to_plain(list(causes))} if causes else {}),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
     }
 
@@ -131,7 +119,6 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
-    lines += _bins(report)
     lines += _between_nodes(report)
     lines += _received_rows(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
@@ -151,31 +138,15 @@ def as_text(report: dict[str, Any]) -> str:
         )
         if not report["num_grad_micro_ops_between"]:
             lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
-    if _WIRE_ERROR in report:
-        lines.append(f"  {from_plain(WireError, report[_WIRE_ERROR], f'{REPORT_FILE}.{_WIRE_ERROR}').as_text()}")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
-    if _CAUSES in report:
-        last = from_plain(CausesOfStep, report[_CAUSES][-1], f"{REPORT_FILE}.{_CAUSES}")
-        lines += [f"  {line}" for line in last.as_text().splitlines()]
     return "\n".join(lines)
 
 
-def _bins(report: dict[str, Any]) -> list[str]:
-    """The line on documents that were dealt to bins, if they were."""
-    bins = report.get(BINS, {})
-    if "predicted_spread" not in bins:
-        return []
-    return [
-        f"  bins               {bins['mode']}: at most {bins['most_tokens']} tokens, {100 * bins['padding']:.1f} % "
-        f"padding, predicted times differ by {100 * bins['predicted_spread']:.1f} % over ranks"
-    ]
-
-
 def _between_nodes(report: dict[str, Any]) -> list[str]:
-    """The line on what left the nodes, where it is known how ranks lie on them; reports of older versions have none."""
-    num_bytes, num_tokens = report.get("between_nodes_bytes"), report.get("num_routed_tokens")
+    """The line on what left the nodes, where it is known how ranks lie on them."""
+    num_bytes, num_tokens = report["between_nodes_bytes"], report["num_routed_tokens"]
     if not num_bytes or not num_tokens:
         return []
     rows = report["between_nodes_rows"] / num_tokens
@@ -186,9 +157,9 @@ def _between_nodes(report: dict[str, Any]) -> list[str]:
 
 
 def _received_rows(report: dict[str, Any]) -> list[str]:
-    """The line on chunks with too many rows for a rank, if there was a bound; reports of older versions have none."""
-    bound = report.get("max_received_rows")
-    if bound is None and not report.get("num_split_chunks"):
+    """The line on chunks with too many rows for a rank, if there was a bound."""
+    bound = report["max_received_rows"]
+    if bound is None and not report["num_split_chunks"]:
         return []
     line = f"  received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
     if bound is not None:

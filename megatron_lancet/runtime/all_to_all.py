@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.runtime.comm import Comm, Handle, LocalExchange, PendingSplits, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import Handle, LocalExchange, PendingSplits, RowSplits
 from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.turns import ROWS_NEEDED_BY
 
@@ -75,14 +76,6 @@ class AllToAll:
         self._backward = LocalExchange(grads)
         self._trace_launch_backward()
 
-    def _launch_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        if self._splits is None:
-            self._forward = LocalExchange(tensors)
-        elif isinstance(self._splits, RowSplits):
-            self._forward = self._comm.launch(self.op, tensors, self._splits)
-        else:
-            self._forward = self._comm.launch_when_known(self.op, tensors, self._splits)
-
     def _wait_forward(self) -> tuple[torch.Tensor, ...]:
         assert self._forward is not None, f"{self.op} is waited for but was not launched"
         handle, self._forward = self._forward, None
@@ -141,7 +134,13 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AllToAll, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange, ctx.num_rows = exchange, len(tensors[0])
-        exchange._launch_forward(tensors)
+        comm, splits = exchange._comm, exchange._splits
+        if splits is None:
+            exchange._forward = LocalExchange(tensors)
+        elif isinstance(splits, RowSplits):
+            exchange._forward = comm.launch(exchange.op, tensors, splits)
+        else:
+            exchange._forward = comm.launch_when_known(exchange.op, tensors, splits)
         return tensors[0].new_empty(0)
 
     @staticmethod

@@ -22,14 +22,20 @@ from typing import Protocol
 
 import torch
 
-from megatron_lancet.runtime.comm_scheduler import CommScheduler
-from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
-from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.runtime.pairing import Pairing
+from megatron_lancet.registry import position_class
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.exchange import (
+    CountsExchange,
+    Exchange,
+    Handle,
+    LocalExchange,
+    PendingSplits,
+    RowSplits,
+)
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.trace import Trace, waiting
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
+from megatron_lancet.runtime.progress.position import Position
+from megatron_lancet.runtime.recorder import Recorder, waiting
+from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
@@ -41,48 +47,38 @@ from megatron_lancet.schedule.wire import Wire
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
 
+class BackwardMessages(Protocol):
+    """Follows the all-to-alls of the backward pass, for example to launch gradient reductions between them."""
+
+    def expect_backward(self) -> None:
+        """Announces the backward all-to-all of a forward one."""
+
+    def issued(self) -> None:
+        """Called before a backward all-to-all is launched."""
+
+    def passed(self, op: Op) -> None:
+        """Called after the wait for a backward all-to-all."""
+
+
 @dataclass(frozen=True)
-class RowSplits:
-    """Rows between this rank and each rank of the expert-parallel group, in rank order."""
+class CommSettings:
+    """What may change between the steps of a model; the same on all ranks, but for ``expert_rows``.
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    Attributes:
+        dispatch: what all-to-alls carry.
+        keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
+            has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
+            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
+            after the other, the second is on the link while compute goes on with the first.
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
+            for no bound.
+        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
+    """
 
-    def reversed(self) -> "RowSplits":
-        """Returns the splits of the message in the other direction."""
-        return RowSplits(sent=self.received, received=self.sent)
-
-
-class PendingSplits(Protocol):
-    """Splits that are known once token counts have arrived."""
-
-    @property
-    def counts(self) -> "CountsExchange":
-        """The token counts that determine the splits."""
-
-    def splits(self) -> RowSplits | None:
-        """Waits for the counts and returns the splits; None if the rows are not sent in one message."""
-
-
-class Handle(Protocol):
-    """A message that was launched, or is queued until its token counts are known."""
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the message moves between tensors on a CUDA device."""
-
-    def in_flight(self) -> bool:
-        """Whether the message has not arrived yet; never blocks."""
-
-    def is_left_out(self) -> bool:
-        """Waits until the message was launched, or its token counts say that its rows are not sent in one message."""
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Waits, and returns the received tensors, each [M, ...]; a second call returns them again.
-
-        Raises:
-            PeerError: a peer is gone, or silent for longer than the timeout.
-        """
+    dispatch: Dispatch = Dispatch.PLAIN
+    keeps_one_order: bool = False
+    max_expert_rows: int | None = None
+    expert_rows: Callable[[int, list[list[int]]], None] | None = None
 
 
 class Comm:
@@ -90,18 +86,10 @@ class Comm:
 
     Attributes:
         pairing: the forwards and backwards that run side by side.
-        keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
-            has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
-            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
-            after the other, the second is on the link while compute goes on with the first.
-        dispatch: what all-to-alls carry in this step.
+        settings: what may change between steps.
         nodes: how the expert-parallel group lies on nodes; None if no plan of this model has two hops.
         own_rank: this rank's place in the expert-parallel group.
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``model/in_rounds.py``; None
-            for no bound. The same on all ranks; changes between steps.
-        first_split: the first chunk that was sent in several rounds; None if none was.
         trace: trace of the current step, None while nothing is recorded.
-        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
     """
 
     def __init__(
@@ -111,7 +99,7 @@ class Comm:
         stats: CommStats,
         own_rank: int,
         peers: Peers | None = None,
-        scheduler: CommScheduler | None = None,
+        scheduler: BackwardMessages | None = None,
         wire: Wire = Wire.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
@@ -130,13 +118,9 @@ class Comm:
         self.stats = stats
         self.scheduler = scheduler
         self.wire = wire
-        self.pairing = Pairing(store, stats.on_cuda)
-        self.keeps_one_order = False
-        self.dispatch = Dispatch.PLAIN
-        self.max_expert_rows: int | None = None
-        self.first_split: SplitChunk | None = None
-        self.trace: Trace | None = None
-        self.expert_rows: Callable[[int, list[list[int]]], None] | None = None
+        self.pairing: Position = position_class()(store, stats.on_cuda)
+        self.settings = CommSettings()
+        self.trace: Recorder | None = None
         self.own_rank = own_rank
         self._whole = Hop(transport, own_rank, peers)
         self._hops = hops.by_kind if hops is not None else {}
@@ -145,7 +129,11 @@ class Comm:
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
 
-    def record_to(self, trace: Trace | None) -> None:
+    def use(self, settings: CommSettings) -> None:
+        """Changes the settings from the next step on. Call between steps."""
+        self.settings = settings
+
+    def record_to(self, trace: Recorder | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
         self.trace = self.pairing.trace = trace
         if self.store is not None:
@@ -172,7 +160,7 @@ class Comm:
         """The transport of a message."""
         return self._hop_of(op).transport
 
-    def launch_counts(self, op: Op, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> "CountsExchange":
+    def launch_counts(self, op: Op, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsExchange:
         """Launches the exchange of the token counts that ``count`` returns; see :meth:`Transport.exchange_counts`."""
         self._launch_pending()
         self.mark(_LAUNCHED, op)
@@ -190,8 +178,8 @@ class Comm:
         self.mark(_LAUNCHED, op)
         if transport.is_local:
             return LocalExchange(tensors)
-        exchange = Exchange(self, op, tensors)
-        exchange.launch(splits)
+        exchange = Exchange(self, op, tensors, splits)
+        exchange.launch()
         return exchange
 
     def launch_when_known(self, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits) -> Handle:
@@ -208,17 +196,17 @@ class Comm:
             pending.counts.when_done(self._launch_those_known)
         return exchange
 
-    def wait_for_counts(self, exchange: "CountsExchange") -> TokenCounts:
+    def wait_for_counts(self, exchange: CountsExchange) -> TokenCounts:
         """See :meth:`CountsExchange.wait`."""
         with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
             return exchange.transfer.wait()
 
-    def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
+    def wait_for_own_counts(self, exchange: CountsExchange) -> list[list[int]]:
         """See :meth:`CountsExchange.wait_for_own`."""
         with self._waiting_for_counts():
             return exchange.transfer.wait_for_own()
 
-    def wait_for(self, exchange: "Exchange") -> None:
+    def wait_for(self, exchange: Exchange) -> None:
         """Blocks until the rows of ``exchange`` have arrived; see :meth:`Exchange.wait`."""
         self.wait_for_launch(exchange)
         assert exchange.transfer is not None
@@ -229,7 +217,7 @@ class Comm:
         self.mark(_PAST, exchange.op)
         self._count(exchange, exchange.transfer)
 
-    def wait_for_launch(self, exchange: "Exchange") -> None:
+    def wait_for_launch(self, exchange: Exchange) -> None:
         """Blocks until ``exchange`` has been launched, or left out; raises what has kept it from being launched."""
         if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
             counts = exchange.pending.counts.op
@@ -243,13 +231,13 @@ class Comm:
         """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
         self.pairing.mark(doing, op)
 
-    def _launch_up_to(self, exchange: "Exchange") -> None:
+    def _launch_up_to(self, exchange: Exchange) -> None:
         """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""
         if self.transport.launches_in_callback:
             with self._waiting_for_counts():
                 exchange.launched.wait()
         while not exchange.launched.is_set():
-            self._pending.popleft().launch_when_known()
+            self._pending.popleft().launch()
 
     def _launch_pending(self) -> None:
         """Launches the queued messages if the transport needs one order among all collectives."""
@@ -259,7 +247,7 @@ class Comm:
         assert first is not None
         with waiting(self.trace, first.counts.op):
             while self._pending:
-                self._pending.popleft().launch_when_known()
+                self._pending.popleft().launch()
 
     def _let_pending_launch(self, transport: Transport) -> None:
         """Waits until the queued messages have been launched on other threads, if all messages keep one order.
@@ -281,13 +269,13 @@ class Comm:
     @property
     def shares_connections(self) -> bool:
         """Whether messages that were launched on another thread use the connections of all others."""
-        return self.keeps_one_order and self.transport.launches_in_callback
+        return self.settings.keeps_one_order and self.transport.launches_in_callback
 
     def _launch_those_known(self) -> None:
         """Launches messages in queue order as far as their counts are known. Called on any thread."""
         with self._launching:
             while self._pending and self._pending[0].is_known():
-                self._pending.popleft().launch_when_known()
+                self._pending.popleft().launch()
 
     def _waiting_for_counts(self) -> AbstractContextManager[None]:
         """Counts the time that compute stands still because the host waits inside for token counts.
@@ -298,7 +286,7 @@ class Comm:
         """
         return self.stats.waiting("counts_exposed_ms")
 
-    def splits_of(self, exchange: "Exchange") -> RowSplits | None:
+    def splits_of(self, exchange: Exchange) -> RowSplits | None:
         """Waits for the splits of a queued message, if they are not known yet; see :meth:`PendingSplits.splits`."""
         assert exchange.pending is not None
         if exchange.is_known():
@@ -317,7 +305,7 @@ class Comm:
                 raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
             raise peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
 
-    def _count(self, exchange: "Exchange", transfer: Transfer) -> None:
+    def _count(self, exchange: Exchange, transfer: Transfer) -> None:
         own_rank = self._hop_of(exchange.op).own_rank
         num_rows = sum(exchange.splits.sent) - exchange.splits.sent[own_rank]
         num_bytes = num_rows * exchange.row_bytes
@@ -332,141 +320,3 @@ class Comm:
             rows_to = (0 if rank == own_rank else rows for rank, rows in enumerate(exchange.splits.sent))
             bytes_to = [rows * exchange.row_bytes for rows in rows_to]
             self.trace.sent(str(exchange.op), num_bytes, transfer, bytes_to)
-
-
-class CountsExchange:
-    """Handle of an exchange of token counts.
-
-    Attributes:
-        micro_batch: number of the micro-batch; None where it is not known.
-    """
-
-    def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
-        self.op = op
-        self.transfer = transfer
-        self.launched_s = time.monotonic()
-        self.micro_batch = comm.pairing.number
-        self._comm = comm
-
-    def done(self) -> bool:
-        """Whether the exchange has completed or failed; never blocks."""
-        return self.transfer.done()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` when the exchange has completed or failed: at once, or on another thread."""
-        self.transfer.when_done(callback)
-
-    def wait_for_own(self) -> list[list[int]]:
-        """Waits until the sent counts [Q][e] are known on the host; other ranks are not waited for."""
-        return self._comm.wait_for_own_counts(self)
-
-    def wait(self) -> TokenCounts:
-        """Waits until the counts are known on the host.
-
-        Raises:
-            PeerError: a peer is gone, or silent for longer than the timeout.
-        """
-        return self._comm.wait_for_counts(self)
-
-
-class LocalExchange:
-    """Handle of a message in a group of one rank, which moves no rows."""
-
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._tensors = tuple(tensor.detach() for tensor in tensors)
-
-    @property
-    def on_cuda(self) -> bool:
-        return on_cuda(self._tensors[0])
-
-    def in_flight(self) -> bool:
-        return False
-
-    def is_left_out(self) -> bool:
-        return False
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        return self._tensors
-
-
-class Exchange:
-    """Handle of one message: queued until its token counts are known, launched, received.
-
-    Attributes:
-        pending: splits that the launch needs; None if they were known at once.
-        created_s: time at which the rows were complete, by ``time.monotonic``.
-        micro_batch: number of the micro-batch; None where it is not known.
-        launched: set when the message has been launched, could not be, or is left out.
-        error: reason why it could not be launched; raised by the wait.
-        splits: rows by rank; valid after the launch.
-        transfer: transfer of the transport; None before the launch, and if the message is left out.
-    """
-
-    def __init__(
-        self, comm: Comm, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits | None = None
-    ) -> None:
-        """Packs ``tensors``, [N, ...] each."""
-        self.op = op
-        self.pending = pending
-        self.created_s = time.monotonic()
-        self.micro_batch = comm.pairing.number
-        self.launched = threading.Event()
-        self.error: Exception | None = None
-        self.splits = RowSplits((), ())
-        self.transfer: Transfer | None = None
-        self._comm = comm
-        self._layout = RowLayout.of(tensors, comm.wire.of_message(op))
-        self._sent = self._received = self._layout.pack(tensors)
-        self._ready = ReadyEvent(self._sent) if pending is not None else None
-        self._result: tuple[torch.Tensor, ...] | None = None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a packed row."""
-        return self._sent.element_size() * self._sent.shape[1:].numel()
-
-    @property
-    def on_cuda(self) -> bool:
-        return on_cuda(self._sent)
-
-    def is_known(self) -> bool:
-        """Whether a queued message can be launched without waiting."""
-        assert self.pending is not None
-        return self.pending.counts.done()
-
-    def launch(self, splits: RowSplits) -> None:
-        """Launches the message with these splits."""
-        self.splits = splits
-        transport = self._comm.transport_of(self.op)
-        shape = (sum(splits.received), *self._sent.shape[1:])
-        if self._ready is None:
-            self._received = self._sent.new_empty(shape)
-        else:
-            self._received = transport.empty_receive(shape, self._sent)
-        ready = None if self._comm.shares_connections else self._ready
-        sent = self._sent[: sum(splits.sent)]
-        self.transfer = transport.launch(self._received, sent, splits.received, splits.sent, ready)
-        self.launched.set()
-
-    def launch_when_known(self) -> None:
-        """Waits for the splits and launches. Runs on any thread, so an error is kept for the wait to raise."""
-        try:
-            splits = self._comm.splits_of(self)
-            if splits is not None:
-                self.launch(splits)
-        except Exception as error:  # noqa: BLE001 - raised again by the wait, on the computing thread
-            self.error = error
-        self.launched.set()
-
-    def in_flight(self) -> bool:
-        return self._result is None and (self.transfer is None or not self.transfer.done())
-
-    def is_left_out(self) -> bool:
-        self._comm.wait_for_launch(self)
-        return self.transfer is None
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        if self._result is None:
-            self._comm.wait_for(self)
-            self._result = self._layout.unpack(self._received)
-        return self._result

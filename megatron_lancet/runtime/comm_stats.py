@@ -125,10 +125,14 @@ class CommStats:
     On the CPU a wait blocks the main thread and is timed with the host's clock. On CUDA it blocks only the compute
     stream and is timed with events, which are read when the device has ended the step: by :meth:`take`, which waits for
     that, or later, after :meth:`close`. An all-to-all takes three events: its own two and one in front of the wait.
+
+    Attributes:
+        first_split: the first chunk that was sent in several rounds; None if none was.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
+        self.first_split: SplitChunk | None = None
         self._times = CommTimes()
         self._pairs: list[_Timed] = []
 

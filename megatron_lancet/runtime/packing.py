@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lancet.schedule.wire import FP8_GROUP, Wire
+from megatron_lancet.schedule.wire import FP8_GROUP, RowFormat
 
 _ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""
@@ -25,26 +25,26 @@ class RowLayout:
     """Layout of packed rows: the shape of a row, and the type, of each tensor.
 
     Attributes:
-        wire: format in which the first tensor travels; never wider than its type.
+        row_format: format of the first tensor in a message; never wider than the tensor's type.
     """
 
     row_shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
-    wire: Wire = Wire.EXACT
+    row_format: RowFormat = RowFormat.EXACT
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor], wire: Wire = Wire.EXACT) -> "RowLayout":
+    def of(tensors: Sequence[torch.Tensor], row_format: RowFormat = RowFormat.EXACT) -> "RowLayout":
         """Returns the layout for tensors [N, ...].
 
         Args:
-            wire: format that the first tensor shall travel in, if it is narrower than its type.
+            row_format: format of the first tensor in a message, if the format is narrower than the tensor's type.
         """
-        width_bytes = {Wire.BF16: torch.bfloat16.itemsize, Wire.FP8: _FP8.itemsize}
-        is_narrower = wire in width_bytes and width_bytes[wire] < tensors[0].dtype.itemsize
+        width_bytes = {RowFormat.BF16: torch.bfloat16.itemsize, RowFormat.FP8: _FP8.itemsize}
+        is_narrower = row_format in width_bytes and width_bytes[row_format] < tensors[0].dtype.itemsize
         return RowLayout(
             tuple(t.shape[1:] for t in tensors),
             tuple(t.dtype for t in tensors),
-            wire if is_narrower else Wire.EXACT,
+            row_format if is_narrower else RowFormat.EXACT,
         )
 
     @property
@@ -56,12 +56,12 @@ class RowLayout:
     def _parts(self) -> list[tuple[int, torch.dtype]]:
         """Elements of a row, and type on the wire, of each part of a packed row."""
         (first, *others) = zip((shape.numel() for shape in self.row_shapes), self.dtypes, strict=True)
-        match self.wire:
-            case Wire.EXACT:
+        match self.row_format:
+            case RowFormat.EXACT:
                 return [first, *others]
-            case Wire.BF16:
+            case RowFormat.BF16:
                 return [(first[0], torch.bfloat16), *others]
-            case Wire.FP8:
+            case RowFormat.FP8:
                 return [(first[0], _FP8), (_num_groups(first[0]), torch.float32), *others]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,7 +81,7 @@ class RowLayout:
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the tensors [N, ...] of a message: views of it, unless it was narrowed."""
         columns = self._columns(packed) if len(self._parts) > 1 else [packed]
-        if self.wire is not Wire.EXACT:
+        if self.row_format is not RowFormat.EXACT:
             # The others are copied, so that what is kept of them does not keep the narrow rows beside the wide ones.
             columns = [
                 self._widened(columns),
@@ -99,17 +99,17 @@ class RowLayout:
 
     def _narrowed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the message of tensors [N, ...]."""
-        match self.wire:
-            case Wire.EXACT:
+        match self.row_format:
+            case RowFormat.EXACT:
                 return list(tensors)
-            case Wire.BF16:
+            case RowFormat.BF16:
                 return [tensors[0].to(torch.bfloat16), *tensors[1:]]
-            case Wire.FP8:
+            case RowFormat.FP8:
                 return [*to_fp8(tensors[0].flatten(1)), *tensors[1:]]
 
     def _widened(self, columns: list[torch.Tensor]) -> torch.Tensor:
         """The first tensor, from the parts of a message."""
-        if self.wire is Wire.FP8:
+        if self.row_format is RowFormat.FP8:
             return from_fp8(columns[0], columns[1], self.dtypes[0])
         return columns[0].to(self.dtypes[0])
 

@@ -29,3 +29,10 @@ def has_grouped_gemm(tensor: torch.Tensor) -> bool:
 @cache
 def _major_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
+
+
+def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor to a device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)

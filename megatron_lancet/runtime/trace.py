@@ -21,21 +21,18 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_lancet.runtime.recorder import Message, Point
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
-
-Point = float | torch.cuda.Event
-"""Seconds of ``time.perf_counter``, or an event on a stream."""
 
 _OVERHEAD_MS = 0.05
 """A shorter time between an op's end and a wait is autograd's own work and counts for the op. A shorter time before a
@@ -45,13 +42,6 @@ weight gradient is the store's own work and counts for the weight gradient."""
 _BLOCKED_MS = 0.2
 """A thread that neither runs nor waits for a core for a shorter time is not noted."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-
-
-class Message(Protocol):
-    """A message that was launched."""
-
-    def interval(self) -> tuple[Point, Point]:
-        """Returns the times of launch and completion; call after the wait."""
 
 
 class What(Enum):
@@ -377,15 +367,6 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.then()
         return grad, None
-
-
-def waiting(trace: Trace | None, op: Op) -> AbstractContextManager[None]:
-    """The computing thread waits for ``op`` inside.
-
-    Args:
-        trace: None where nothing is recorded.
-    """
-    return nullcontext() if trace is None else trace.waiting(str(op))
 
 
 def spans_of(log: Sequence[Entry]) -> list[Span]:

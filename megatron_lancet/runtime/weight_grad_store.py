@@ -16,8 +16,9 @@ from functools import cache
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.factors import PartOfRows
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
@@ -184,6 +185,8 @@ class WeightGradStore:
 
     Attributes:
         trace: trace of the current step, None while nothing is recorded.
+        part: the part of a chunk's rows whose forward, or its repetition in the backward pass, is under way; None
+            outside of parts.
     """
 
     def __init__(self, rules: DwRules, stats: CommStats, rules_at_ends: DwRules | None = None) -> None:
@@ -192,7 +195,8 @@ class WeightGradStore:
             rules: rules for the time at which dWs run; a window of 0 defers nothing.
             rules_at_ends: rules for micro-batches at the ends of a step with pairing; None for the same.
         """
-        self.trace: Trace | None = None
+        self.trace: Recorder | None = None
+        self.part: PartOfRows | None = None
         self._stats = stats
         self._rules = rules
         self._rules_in_middle, self._rules_at_ends = rules, rules_at_ends or rules

@@ -50,8 +50,6 @@ _KINDS = {
     "-": LayerKind.MLP_ONLY,
 }
 _SYMBOLS = {LayerKind.ATTENTION_ONLY: "*", LayerKind.MOE_ONLY: "E", LayerKind.MLP_ONLY: "-"}
-LAYER_KINDS = tuple(kind for kind in LayerKind if kind not in (LayerKind.MTP, LayerKind.NONE))
-"""The kinds of layers proper."""
 
 
 def pattern_of(kinds: Sequence[LayerKind]) -> str | None:

@@ -27,15 +27,13 @@ class OverlapRange(StrEnum):
     """From dispatch to combine; the router runs on the whole micro-batch."""
     GATE = "gate"
     """From the router to combine."""
-    LAYER = "layer"
-    """A layer with its attention; chunks synchronize at the end of each layer."""
     STACK = "stack"
     """All layers of the segment, including dense ones, without synchronization between layers."""
 
     @property
     def has_attention(self) -> bool:
         """Whether attention runs chunk by chunk."""
-        return self in (OverlapRange.LAYER, OverlapRange.STACK)
+        return self is OverlapRange.STACK
 
 
 class DwPolicy(StrEnum):
@@ -66,8 +64,6 @@ class Dispatch(StrEnum):
 class OwnRows(StrEnum):
     """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
 
-    BEFORE = "before"
-    """While the dispatch is in flight."""
     HALF = "half"
     """One half while the dispatch is in flight, the other while the combine is."""
     AFTER = "after"
@@ -85,9 +81,6 @@ class Segment:
         chunk_dim: dimension along which they are cut.
         range: part of the layers that runs chunk by chunk.
         chunk_multiple: sizes of the chunks along ``chunk_dim`` are multiples of this number of samples or positions.
-        hop_turns: with two hops, whether a chunk's turn ends at messages inside its node too, so that another chunk
-            runs meanwhile. Without, it waits for them and goes on: then its experts do not have to wait until the next
-            chunk's rows have come from other nodes, which is faster where messages inside a node are short.
         tiles: parts, with a message each, in which the rows of a chunk go to other ranks and back (Comet section 3: the
             experts start with the rows that are here, and outputs leave part by part); 0 for one message of all rows,
             those that stay included.
@@ -100,7 +93,6 @@ class Segment:
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
-    hop_turns: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
     tiles: int = field(default=0, metadata=OMITTED_AT_DEFAULT)
     own_rows: OwnRows = field(default=OwnRows.HALF, metadata=OMITTED_AT_DEFAULT)
 
@@ -115,9 +107,8 @@ class Segment:
 
     def __str__(self) -> str:
         multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
-        turns = " turns=hop" if self.hop_turns else ""
         tiles = f" tiles={self.tiles} own-rows={self.own_rows}" if self.tiles else ""
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{turns}{tiles}"
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{tiles}"
 
     def all_to_alls_per_layer(self, dispatch: Dispatch) -> int:
         """Messages with rows of a micro-batch in the forward of a layer."""
@@ -195,8 +186,6 @@ class Plan:
         if self.dw_memory_bytes is not None and self.dw_memory_bytes <= 0:
             raise ValueError(f"dw_memory_bytes must be above 0, not {self.dw_memory_bytes}")
         _check_segments(self.segments)
-        if self.dispatch is not Dispatch.TWO_HOP and any(segment.hop_turns for segment in self.segments):
-            raise ValueError(f"hop_turns needs dispatch {Dispatch.TWO_HOP}, and the plan's dispatch is {self.dispatch}")
         if self.dispatch is Dispatch.TWO_HOP and any(segment.tiles for segment in self.segments):
             raise ValueError(f"tiles need dispatch {Dispatch.PLAIN} or {Dispatch.DEDUP}, not {self.dispatch}")
         if self.pairing is not None:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import INSIDE_NODE, Op, OpKind, Phase
+from megatron_lancet.schedule.ops import IN_TILES, INSIDE_NODE, Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Dispatch, OverlapRange, OwnRows
 
 
@@ -108,8 +108,7 @@ _HOPS: dict[Verb, Layer] = {
         Wait(OpKind.NODE_COMBINE),
     ),
 }
-"""What a chunk does with two hops where it has one without. If a turn ends at each of these waits, one chunk's rows are
-on the way between nodes while another's are on the way inside a node and a third computes."""
+"""The verbs of two hops that replace a verb of one hop."""
 
 _MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
 """Needs the next tokens' embeddings, so the micro-batch is whole here."""
@@ -138,15 +137,15 @@ def _in_tiles(layer: Layer, tiles: int, own_rows: OwnRows) -> Layer:
 
     The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
     """
-    whole = None if own_rows is not OwnRows.HALF else 0
-    own_before = () if own_rows is OwnRows.AFTER else (Compute(OpKind.OWN_EXPERTS, whole),)
-    own_after = () if own_rows is OwnRows.BEFORE else (Compute(OpKind.OWN_EXPERTS, None if whole is None else 1),)
+    in_halves = own_rows is OwnRows.HALF
+    own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
+    own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
     done: list[Verb] = []
     for verb in layer:
         if verb == _TILED[0]:
             done += own_before
             done += [replace(step, tile=tile) for tile in range(tiles) for step in _TILED]
-            done += own_after
+            done.append(own_after)
         elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
             done += [replace(verb, tile=tile) for tile in range(tiles)]
         elif verb not in _TILED:
@@ -175,16 +174,18 @@ class Instruction(NamedTuple):
     Attributes:
         layer: Megatron's global layer number, from 1.
         chunk: index of the chunk; 0 where the micro-batch is whole.
+        phase: forward or input gradient. Programs of segments are forward.
     """
 
     verb: Verb
     layer: int
     chunk: int
+    phase: Phase = Phase.FORWARD
 
     @property
     def op(self) -> Op:
-        """The op of the forward pass that it belongs to."""
-        return Op(self.layer, self.chunk, Phase.FORWARD, self.verb.kind, self.verb.tile)
+        """The op that it belongs to."""
+        return Op(self.layer, self.chunk, self.phase, self.verb.kind, self.verb.tile)
 
     def __str__(self) -> str:
         return f"{self.verb.prefix}{self.op}"
@@ -207,6 +208,48 @@ class Concatenate:
 
 
 Program = list[Instruction | Cut | Concatenate]
+
+_CUTS: dict[str, Cut | Concatenate] = {str(one): one for one in (Cut(), Concatenate())}
+_ALL_LAYERS = (*_VERBS.values(), (_MTP_PROJECTION,), _in_two_hops(_EXPERTS), _in_tiles(_EXPERTS, 1, OwnRows.HALF))
+_VERB_OF_TEXT = {(verb.prefix, str(verb.kind)): verb.of_all_rows for layer in _ALL_LAYERS for verb in layer}
+
+
+def parse_instruction(text: str) -> Instruction:
+    """Parses an instruction of a layer from the text that it prints as.
+
+    Raises:
+        ValueError: no instruction of a layer prints as ``text``.
+    """
+    words, space, name = text.rpartition(" ")
+    op = Op.find(name)
+    verb = None if op is None else _VERB_OF_TEXT.get((words + space, op.kind))
+    if op is not None and verb is not None and op.layer and op.chunk is not None:
+        found = Instruction(replace(verb, tile=op.tile), op.layer, op.chunk, op.phase)
+        is_in_pass = op.phase is Phase.FORWARD or (op.phase is Phase.INPUT_GRAD and type(verb) in MIRRORED)
+        # Op.find also reads other spellings of numbers, such as L03.
+        if is_in_pass and (op.tile is None or verb.kind in IN_TILES) and str(found) == text:
+            return found
+    raise ValueError(f"expected an instruction such as 'wait L3.c0.F.dispatch', found {text!r}")
+
+
+def parse_program(text: str) -> Program:
+    """Parses a program from its text, which has one instruction on each line.
+
+    Raises:
+        ValueError: a line is no instruction; the message says which.
+    """
+    instructions: Program = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            instructions.append(_CUTS.get(line) or parse_instruction(line))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return instructions
+
+
+def program_text(instructions: Program) -> str:
+    """The text that :func:`parse_program` parses: one instruction on each line."""
+    return "".join(f"{instruction}\n" for instruction in instructions)
 
 
 def verbs_of(
@@ -246,7 +289,7 @@ def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
         op: kind of the op.
     """
     one_hop = _VERBS[kind]
-    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.BEFORE)
+    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.HALF)
     return any(verb.kind == op for verbs in all_ways for verb in _split(verbs, overlap_range)[1])
 
 
@@ -255,16 +298,13 @@ def mtp_layer(layer: Layer) -> Layer:
     return (_MTP_PROJECTION, *layer)
 
 
-def program(
-    layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange, hop_turns: bool = False
-) -> Program:
+def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
     """Returns what runs in a segment's layers, forward, in order.
 
     Args:
         layers: global number and verbs of each.
         num_chunks: number of chunks of a micro-batch.
         overlap_range: the part of the layers that runs in chunks.
-        hop_turns: see :class:`~megatron_lancet.schedule.plan.Segment`.
     """
     if num_chunks == 1:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
@@ -275,7 +315,7 @@ def program(
         in_chunks = [(number, inside) for number, _, inside, _ in parts if inside]
         instructions += _placed(before, first, 0)
         if in_chunks:
-            instructions += _in_chunks(in_chunks, num_chunks, hop_turns)
+            instructions += _in_chunks(in_chunks, num_chunks)
         instructions += _placed(behind, last, 0)
     return instructions
 
@@ -301,26 +341,28 @@ def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Lay
     return layer[:first], layer[first:end], layer[end:]
 
 
-def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int, hop_turns: bool) -> Program:
+def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
     """The program of layers in chunks that take turns."""
     turns_of_chunks = [
-        _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)], hop_turns)
+        _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)])
         for chunk in range(num_chunks)
     ]
     taken = [instruction for turn in zip(*turns_of_chunks, strict=True) for part in turn for instruction in part]
     return [Cut(), *taken, Concatenate()]
 
 
-def _turns(instructions: Sequence[Instruction], hop_turns: bool) -> list[Sequence[Instruction]]:
+def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     """One chunk's instructions, split before each wait at which a turn ends."""
     verbs = enumerate(instruction.verb for instruction in instructions)
-    waits = (index for index, verb in verbs if _ends_turn(verb, hop_turns))
+    waits = (index for index, verb in verbs if _ends_turn(verb))
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
 
 
-def _ends_turn(verb: Verb, hop_turns: bool) -> bool:
-    """Whether a turn ends in front of a verb: tiles behind the first one are waited for within the turn."""
-    return isinstance(verb, Wait) and not verb.tile and (hop_turns or verb.kind not in INSIDE_NODE)
+def _ends_turn(verb: Verb) -> bool:
+    """Whether a turn ends in front of a verb."""
+    # A chunk waits within its turn for tiles behind the first one, and for messages inside a node, which are short:
+    # otherwise its experts would wait until the next chunk's rows have come from other nodes.
+    return isinstance(verb, Wait) and not verb.tile and verb.kind not in INSIDE_NODE
 
 
 def _placed(verbs: Layer, layer: int, chunk: int) -> list[Instruction]:

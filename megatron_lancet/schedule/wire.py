@@ -1,6 +1,6 @@
-"""The number format in which hidden states travel in all-to-alls: ``--lancet-wire``."""
+"""The number format of hidden states in all-to-alls: ``--lancet-wire``."""
 
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from megatron_lancet.schedule.ops import DISPATCHES, Op, Phase
 
@@ -8,20 +8,31 @@ FP8_GROUP = 128
 """Elements of a row that share a scale in fp8; the last group of a row may be shorter."""
 
 
-class Wire(StrEnum):
-    """Number format of hidden states on the wire, for a run and for one message of it."""
+class RowFormat(Enum):
+    """Number format of hidden states in one message."""
 
     EXACT = "exact"
-    """The type that they have."""
+    """The type of the hidden states."""
     BF16 = "bf16"
-    """16 bits, in every message."""
+    """16 bits."""
+    FP8 = "fp8"
+    """8 bits (e4m3) with a scale for each group."""
+
+
+class Wire(StrEnum):
+    """Number format of hidden states in the messages of a run."""
+
+    EXACT = "exact"
+    """The type of the hidden states."""
     FP8 = "fp8"
     """8 bits (e4m3) with a scale for each group in forward dispatches, bf16 in combines and in all gradients.
 
     With two hops a row is rounded again in the second one, which finds the numbers of the first in a forward dispatch.
     """
 
-    def of_message(self, op: Op) -> "Wire":
+    def of_message(self, op: Op) -> RowFormat:
         """The format of one message of a run with this format."""
+        if self is Wire.EXACT:
+            return RowFormat.EXACT
         is_forward_dispatch = op.kind in DISPATCHES and op.phase is Phase.FORWARD
-        return Wire.BF16 if self is Wire.FP8 and not is_forward_dispatch else self
+        return RowFormat.FP8 if is_forward_dispatch else RowFormat.BF16

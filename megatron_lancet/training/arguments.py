@@ -1,6 +1,7 @@
 """Parses and validates the command line: Megatron's parser with our flags, and one line for each error."""
 
 import argparse
+import dataclasses
 import difflib
 import functools
 import re
@@ -17,6 +18,7 @@ from megatron.training.global_vars import set_global_variables
 from megatron_lancet import __version__
 from megatron_lancet.config import DryRunConfig, LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
+from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
@@ -24,21 +26,32 @@ from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
-from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
 
-def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the ``--lancet-*`` flags to Megatron's parser and makes its errors short."""
+def add_lancet_arguments(parser: argparse.ArgumentParser, features: Sequence[Feature] = ()) -> argparse.ArgumentParser:
+    """Adds the ``--lancet-*`` flags to Megatron's parser and makes its errors short.
+
+    Args:
+        features: those whose flags the parser takes.
+    """
     group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
     group.add_argument("--version", action="version", version=f"megatron-lancet {__version__}")
     add_config_arguments(group, LancetConfig)
     add_config_arguments(group, DryRunConfig)
-    add_mock_arguments(parser, group)
+    _add_feature_arguments(group, features)
+    for feature in features:
+        feature.change_parser(parser)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     for action in parser._actions:
         # Some of Megatron's help texts have bare percent signs, with which argparse fails at --help.
         action.help = action.help and re.sub(r"(%%|%\(\w+\)s)|%", lambda found: found[1] or "%%", action.help)
     return parser
+
+
+def _add_feature_arguments(group: argparse._ArgumentGroup, features: Sequence[Feature]) -> None:
+    for feature in features:
+        if feature.flags is not None:
+            add_config_arguments(group, feature.flags)
 
 
 def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> None:
@@ -60,7 +73,7 @@ def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> 
 
 def config_of[Config](config_class: type[Config], args: argparse.Namespace) -> Config:
     """The dataclass of flags that parsed arguments give."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, entry, flag in flags_of(config_class):
         values[entry.name] = flag.value_of(getattr(args, name.removeprefix("--").replace("-", "_")))
     return config_class(**values)
@@ -76,22 +89,39 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise UsageError(". ".join([message, *hints]) + ". --help lists all flags.")
 
 
-def parse() -> tuple[argparse.Namespace, LancetConfig]:
+def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetConfig]:
     """Parses ``sys.argv`` with Megatron's parser; does not validate settings against each other.
+
+    Args:
+        features: the optional features that the run knows.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
     """
-    args = parse_args(add_lancet_arguments)
+    args = parse_args(functools.partial(add_lancet_arguments, features=features))
     is_dry_run = config_of(DryRunConfig, args).dry_run
-    config = config_of(LancetConfig, args)
+    config = with_features(args, features)
     if not is_dry_run:
         _check_plan_file(config)
     return args, config
 
 
-def config_from_words(words: Sequence[str]) -> LancetConfig:
+def with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:
+    """The settings that parsed arguments give, with those of features.
+
+    Raises:
+        UsageError: a value is outside the range of its flag.
+    """
+    kinds = [feature.flags for feature in features if feature.flags is not None]
+    settings = {kind: config_of(kind, args) for kind in kinds}
+    return dataclasses.replace(config_of(LancetConfig, args), features=tuple(features), settings=settings)
+
+
+def config_from_words(words: Sequence[str], features: Sequence[Feature] = ()) -> LancetConfig:
     """Parses ``--lancet-*`` flags for a program that has a command line of its own.
+
+    Args:
+        features: the optional features that the run knows.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -99,8 +129,9 @@ def config_from_words(words: Sequence[str]) -> LancetConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     group = parser.add_argument_group()
     add_config_arguments(group, LancetConfig)
+    _add_feature_arguments(group, features)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    config = config_of(LancetConfig, parser.parse_args(words))
+    config = with_features(parser.parse_args(words), features)
     _check_plan_file(config)
     return config
 
@@ -116,7 +147,7 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     Raises:
         UsageError: a setting can't work; the message describes the first one found.
     """
-    check_settings(args)
+    check_settings(args, config)
     for problem in missing_files(args):
         raise UsageError(problem)
     check_datasets(args)
@@ -142,13 +173,14 @@ def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None
         validate_args(args)
 
 
-def check_settings(args: argparse.Namespace) -> None:
+def check_settings(args: argparse.Namespace, config: LancetConfig) -> None:
     """Runs our own checks, which need the arguments only.
 
     Raises:
         UsageError: a setting can't work.
     """
-    check_mock_arguments(args)
+    for feature in config.features:
+        feature.check_arguments(args, config)
     _check_layout(args)
     check_hybrid_pattern(args)
     _check_data(args)

@@ -6,7 +6,7 @@ The phases: read the arguments, choose the plan, make Megatron's configurations,
 import argparse
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,34 +17,40 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
-from megatron_lancet.training.bins.limits import bins_note
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches, patches
-from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
-from megatron_lancet.training.platform import mock
+from megatron_lancet.training.plan.support import own_samples
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
-from megatron_lancet.training.run import choose_run, enter_run
+from megatron_lancet.training.run import RunChoice, choose_run, enter_run
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
-def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., Any] = build_datasets) -> None:
+def run_job(
+    device: torch.device,
+    status: RankStatus,
+    datasets: Callable[..., Any] | None = None,
+    features: Sequence[Feature] = (),
+) -> None:
     """Train by the arguments of the command line.
 
     Args:
         device: device of this rank.
         status: receives a function that tells how far the rank is.
-        datasets: what Megatron's loop calls for its data.
+        datasets: what Megatron's loop calls for its data; None for the data that the arguments name.
+        features: the optional features that the run knows.
 
     Raises:
         UsageError: the command line, a file or this machine does not allow the run.
@@ -52,34 +58,35 @@ def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., An
         SystemExit: Megatron ended the run with a nonzero status.
     """
     check_seams()
-    args, config = _read_arguments(device)
-    if mock.is_mocked(args):
-        say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
+    args, config = _read_arguments(device, features)
     choice = choose_run(args, config)
     check_can_profile(args, config, choice.plan)
     check_comm_sms(args, config, choice.plan, device)
     say(f"Megatron-Lancet plan: {choice.line}")
+    for feature in config.features:
+        for line in feature.announce(choice.facts):
+            say(f"Megatron-Lancet {line}")
     note = one_connection_note(device) if choice.plan is not None else None
     if note is not None:
         say(f"Megatron-Lancet environment: {note}")
     # Megatron's validation has set it to False; stages then tell each other the shape of each message.
-    varies = choice.bins is not None or shapes_vary(args, choice.plan is not None)
+    samples = own_samples(args, config)
+    varies = samples is not None or shapes_vary(args, choice.plan is not None)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
-    if choice.bins is not None:
-        say(f"Megatron-Lancet bins: {bins_note(choice.bins)}")
     with ExitStack() as stack:
-        _change_megatron(stack, args, config, stop)
+        _change_megatron(stack, choice, stop)
         run = enter_run(stack, choice, device)
         if choice.plan is not None:
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(run.setup)
         status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
-        exit_status = _train(run_config, datasets, functools.partial(forward_step, bins=config.bins))
+        forward = functools.partial(forward_step, by_document=samples is not None)
+        exit_status = _train(run_config, datasets or builder_of(samples), forward)
         run.report()
         dist.barrier()
         dist.destroy_process_group()
@@ -87,9 +94,9 @@ def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., An
             sys.exit(exit_status)
 
 
-def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetConfig]:
+def _read_arguments(device: torch.device, features: Sequence[Feature]) -> tuple[argparse.Namespace, LancetConfig]:
     """Parse and validate ``sys.argv``, and print every setting that is changed."""
-    args, config = arguments.parse()
+    args, config = arguments.parse(features)
     if device.type == "cpu":
         apply_cpu_settings(args)
     for change in normalize_args(args, config):
@@ -99,11 +106,11 @@ def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetCon
     return args, config
 
 
-def _change_megatron(
-    stack: ExitStack, args: argparse.Namespace, config: LancetConfig, stop: StopRequest | None
-) -> None:
+def _change_megatron(stack: ExitStack, choice: RunChoice, stop: StopRequest | None) -> None:
     """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
-    stack.enter_context(mock.mocked_world_of(args, config.comm_sms))
+    args, config = choice.args, choice.config
+    for feature in choice.config.features:
+        feature.enter(choice.facts, stack)
     stack.enter_context(patches.bounded_expert_groups(config.comm_sms))
     stack.enter_context(Checkpoints(args).watched())
     stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))

@@ -2,8 +2,8 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +15,15 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
-from megatron_lancet.model.routing.locality import LocalityLoss
+from megatron_lancet.feature import ActiveFeature
+from megatron_lancet.model.gpt import LanguageModel, check_plan, overlap, set_plan
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.transport.hops import make_hops
-from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.runtime.transport.select import make_hops, make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
@@ -32,7 +31,6 @@ from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
-from megatron_lancet.training.load.locality import add_locality_loss
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 
@@ -58,10 +56,10 @@ class OverlapSetup:
         wire: Wire = Wire.EXACT,
         nodes: Nodes | None = None,
         layout: Nodes | None = None,
-        locality: LocalityLoss | None = None,
         prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
         max_expert_rows: int | None = None,
         documents: bool = False,
+        features: Sequence[ActiveFeature] = (),
     ) -> None:
         """
         Args:
@@ -72,21 +70,21 @@ class OverlapSetup:
             wire: number format of hidden states in messages.
             nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
             layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
-            locality: loss of the routers that draws tokens to their node; None without one.
             prepared: called with the prepared stages, before DDP wraps them; on all ranks.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
             documents: whether samples are made of documents, which do not attend to each other.
+            features: those of the run, which change the prepared model; read when it is built.
         """
         self.plan = plan
         self.wire = wire
         self.nodes = nodes
         self._layout = layout
-        self._locality = locality
         self._max_expert_rows = max_expert_rows
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
         self._sdpa = sdpa
         self._documents = documents
+        self._features = features
         self._device = device
         self._stats = stats
         self._timeout = timeout
@@ -124,15 +122,15 @@ class OverlapSetup:
             hops=hops,
             layout=self._layout,
         )
-        self._comm.max_expert_rows = self._max_expert_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=self._max_expert_rows))
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
-            if self._locality is not None:
-                add_locality_loss(stage, self._locality, ep_group.rank())
             self._stages.append(stage)
         if self._prepared is not None:
             self._prepared(self._stages)
+        for feature in self._features:
+            feature.adopt(self._stages, self._comm)
         ask_for_pairs(self._stages, self.plan.is_paired)
         return stages
 
@@ -163,16 +161,6 @@ class OverlapSetup:
             self._comm.store.assert_idle()
         return result
 
-    @contextmanager
-    def exact_wire(self) -> Iterator[None]:
-        """Inside the context messages carry hidden states as they are. On all ranks, and between passes."""
-        assert self._comm is not None, "the model is not built yet"
-        self._comm.wire = Wire.EXACT
-        try:
-            yield
-        finally:
-            self._comm.wire = self.wire
-
     def limit_expert_rows(self, max_rows: int | None) -> None:
         """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
 
@@ -180,12 +168,13 @@ class OverlapSetup:
             max_rows: None for any number.
 
         Raises:
-            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
+            UsageError: the plan does not work with a bound.
         """
         assert self._comm is not None, "the model is not built yet"
         for stage in self._stages:
-            check_tiles(self.plan, stage, max_rows)
-        self._comm.max_expert_rows = self._max_expert_rows = max_rows
+            check_plan(self.plan, stage, max_rows)
+        self._max_expert_rows = max_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=max_rows))
 
     @property
     def max_expert_rows(self) -> int | None:
@@ -195,7 +184,7 @@ class OverlapSetup:
     @property
     def first_split(self) -> SplitChunk | None:
         """The first chunk that this rank's group has sent in several rounds; None if there was none."""
-        return None if self._comm is None else self._comm.first_split
+        return None if self._comm is None else self._comm.stats.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:

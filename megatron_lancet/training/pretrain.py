@@ -25,15 +25,14 @@ def _main(status: RankStatus) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     # Imported only now, because this imports megatron, whose version has been checked.
+    from megatron_lancet.registry import command, features
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
-        from megatron_lancet.training.dry_run.run import run_dry
-
-        run_dry()
+        command("--lancet-dry-run")()
         return
     with platform() as found:
         say(f"Megatron-Lancet: {found.description}")
         from megatron_lancet.training.job import run_job
 
-        run_job(found.device, status)
+        run_job(found.device, status, features=features())

@@ -17,6 +17,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import USAGE_EXIT_CODE, UsageError, exit_with_usage_error
+from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
@@ -97,7 +98,7 @@ class _SpecRun:
 
 def _config_from_environment() -> LancetConfig:
     try:
-        config = config_from_words(shlex.split(os.environ.get(FLAGS_VARIABLE, "")))
+        config = config_from_words(shlex.split(os.environ.get(FLAGS_VARIABLE, "")), features())
     except (UsageError, ValueError) as error:
         raise UsageError(f"{FLAGS_VARIABLE}: {error}") from error
     if config.profile is not None:

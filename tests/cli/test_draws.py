@@ -50,7 +50,7 @@ def drawn(tmp_path):
     return run
 
 
-def test_draws_are_the_same_in_any_environment_and_for_a_test_alone(drawn):
+def test_draws_are_same_in_any_environment_and_for_test_alone(drawn):
     first, output = drawn()
     assert {name: len(numbers) for name, numbers in first.items()} == {"usual": 100, "five": 5}
     assert "Hypothesis draws: the same in every run" in output

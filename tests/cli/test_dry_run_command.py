@@ -23,7 +23,7 @@ def start(more: list[object], log_dir: Path, **environment: str) -> launch.RankR
     return result
 
 
-def test_dry_run_command_ends_with_status_0_and_prints_all_findings(tmp_path):
+def test_dry_run_command_prints_all_findings(tmp_path):
     result = start([], tmp_path, WORLD_SIZE="1024", LANCET_UNUSED="")
     assert result.returncode == 0, result.output
     for part in ("1024 ranks (WORLD_SIZE)", "EP 4", "expert-DP 256", "parameters", "activations", "chunks=2 dim=batch"):

@@ -15,7 +15,7 @@ run_command(main)
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_error_is_printed_by_the_first_rank_of_a_node_and_all_ranks_fail(local_rank):
+def test_first_rank_of_a_node_prints_the_error_and_all_fail(local_rank):
     start_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={"LOCAL_RANK": local_rank}, capture_output=True, text=True, timeout=60

@@ -1,6 +1,5 @@
 """tools/evaluate.py and tools/generate.py on a checkpoint that two expert-parallel ranks wrote."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -13,12 +12,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_lancet.errors import UsageError
 from tests import data
+from tests.cli.loading import TOOLS, load_tool
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, SHORT_RUN, TINY_MODEL, WORKER
 
 pytestmark = pytest.mark.distributed
 
-TOOLS = launch.REPO / "tools"
 NUM_ITERS, CONTEXT, VALID_WINDOWS, NUM_MOE_LAYERS = 10, 32, 32, 2
 # With tied embeddings a model that has hardly learned repeats the last token.
 DIVERSE = ["--untie-embeddings-and-output-weights", "--init-method-std", "0.1"]
@@ -60,13 +59,7 @@ def write_stream(prefix: Path, num_tokens: int) -> Path:
 
 @pytest.fixture(scope="module")
 def tool():
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return load_tool
 
 
 @pytest.fixture
@@ -81,7 +74,7 @@ def written(tool, trained, tmp_path, capsys):
     return run
 
 
-def test_evaluate_loss_equals_megatrons_validation_on_any_number_of_ranks(tool, trained, tmp_path, capsys):
+def test_evaluate_loss_equals_megatrons_validation(tool, trained, tmp_path, capsys):
     checkpoints, valid, expected = trained
     flags = ["--load", str(checkpoints), "--data", str(valid), "--output"]
     tool("evaluate").main([*flags, str(tmp_path / "one.json"), "--batch-size", "5"])
@@ -197,7 +190,7 @@ def test_evaluate_text_has_a_loss_per_byte_and_equals_its_tokens(tool, trained, 
     assert results["text.txt"]["bits_per_byte"] == pytest.approx(total_bits / len(text))
 
 
-def test_greedy_generation_is_what_the_model_says_of_the_text_on_one_and_two_ranks(written, trained, tmp_path):
+def test_greedy_generation_follows_the_model_on_any_ranks(written, trained, tmp_path):
     one = written("--greedy", "--prompt", PROMPT, "--ignore-end")
     output = tmp_path / "two.json"
     flags = ["--load", trained[0], "--output", output, "--max-tokens", 20, "--greedy", "--ignore-end"]
@@ -241,15 +234,15 @@ def test_generated_text_depends_on_the_seed_alone(trained):
     with session.model() as model:
 
         def tokens(**sampling):
-            return generate(model, session.tokenizer, PROMPT, Sampling(**sampling), max_tokens=12).tokens
+            return generate(model, session.tokenizer, PROMPT, Sampling(**sampling), max_tokens=6).tokens
 
-        for how in ({"top_p": 0.9}, {"top_k": 40, "temperature": 1.5}, {"top_k": 5000}, {}):
+        for how in ({"top_p": 0.9}, {"top_k": 40, "temperature": 1.5}, {}):
             assert tokens(**how, seed=7) == tokens(**how, seed=7) != tokens(**how, seed=8)
         greedy = tokens(temperature=0.0)
         assert tokens(top_k=1, seed=5) == tokens(top_p=1e-9, seed=5) == greedy
 
 
-def test_generate_streams_tokens_and_stops_where_the_context_is_full(tool, trained, monkeypatch, tmp_path):
+def test_generate_streams_tokens_and_stops_where_context_is_full(tool, trained, monkeypatch, tmp_path):
     shown: list[str] = []
     monkeypatch.setattr("sys.stdout", type("Terminal", (), {"write": shown.append, "flush": lambda: None}))
     (tmp_path / "prompt.txt").write_text(PROMPT)

@@ -96,7 +96,7 @@ def test_shellcheck_covers_every_script():
 @pytest.fixture
 def dry_run(launch, monkeypatch):
     """Findings of an example's dry run in this process."""
-    from megatron_lancet.training.dry_run.run import examine
+    from megatron_lancet.lab.dry_run.run import examine
 
     def run(name: str, **environment: str):
         script, *words = launch(name, "--lancet-dry-run", **environment).command
@@ -131,7 +131,7 @@ def test_example_with_local_layers_passes_dry_run(name, dry_run):
 
 
 @pytest.mark.parametrize("name", ["gpt2_s_moe", "gpt2_l_moe"])
-def test_example_of_the_paper_passes_dry_run_with_transformer_engine(name, dry_run):
+def test_example_of_paper_passes_dry_run_with_transformer_engine(name, dry_run):
     assert "chunks=2" in dry_run(name, LAYERS="transformer_engine").plan[0]
 
 
@@ -171,7 +171,7 @@ def test_example_on_several_nodes_uses_the_rendezvous_address(launch):
     assert command[4 : 4 + len(meeting)] == meeting
 
 
-def test_example_on_several_nodes_without_rendezvous_address_is_refused(launch):
+def test_example_on_nodes_without_rendezvous_is_refused(launch):
     refusal = launch("deepseek_v3").refusal
     assert "NNODES is 128" in refusal
     assert "examples/slurm/train.sbatch" in refusal

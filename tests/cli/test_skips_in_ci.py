@@ -26,18 +26,12 @@ WHOLE_MODULE = "import pytest\npytest.skip('needs a third moon', allow_module_le
 def test_skip_for_an_unlisted_reason_fails_only_in_ci(tmp_path, in_two_processes):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "test_module.py").write_text(WHOLE_MODULE)
-    flags = [
-        "-p",
-        "tests.skips",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        *(["-n", "2"] if in_two_processes else []),
-    ]
+    flags = ["-p", "tests.skips", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    flags += ["-p", "xdist", "-n", "2"] if in_two_processes else []
     command = [sys.executable, "-m", "pytest", "-q", *flags, "--rootdir", tmp_path, tmp_path]
     outputs = {}
     for ci in ("", "true"):
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CI": ci}
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CI": ci}
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         outputs[ci] = (done.returncode, done.stdout)
     status, output = outputs[""]

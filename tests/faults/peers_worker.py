@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import PeerError
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
-from megatron_lancet.runtime.transport.hops import make_hops
+from megatron_lancet.runtime.transport.select import make_hops
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from tests.fakes import cpu_stats

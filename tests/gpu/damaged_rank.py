@@ -16,7 +16,7 @@ def damaged(damage: str, stack: ExitStack) -> None:
     from benchmarks.gpu.check.rank import gradients
     from benchmarks.gpu.variants import Runner
     from megatron_lancet.patching import around
-    from megatron_lancet.runtime.comm import Exchange
+    from megatron_lancet.runtime.exchange import Exchange
 
     present = []
 

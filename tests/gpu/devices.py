@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.link import virtual_link
+from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
-from megatron_lancet.training.platform.virtual import virtual_gpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.link import virtual_link
 
 
 class Choice(NamedTuple):

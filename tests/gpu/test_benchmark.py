@@ -11,7 +11,7 @@ from benchmarks.gpu.check.place import counting_clock
 from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.variants import STOCK, Work
-from megatron_lancet.mock.link import Link
+from megatron_lancet.testkit.mock.link import Link
 from tests.gpu.devices import ON_BOTH
 
 OURS = "ours k=2"

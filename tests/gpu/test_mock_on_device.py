@@ -4,16 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_group import free_link
-from megatron_lancet.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.virtual_gpu.link import KERNEL
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, StreamWaits
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, StreamWaits
 from tests.gpu.devices import ON_BOTH, ON_DEVICE_ONLY, on_both_with_late
 
 NUM_RANKS = 8
@@ -95,23 +94,6 @@ def test_mocked_rows_take_the_time_of_the_link(world):
     assert early.eq(0).all()
     assert late.eq(1).all()
     assert work.get_future().wait()[0].equal(sent)
-
-
-@ON_BOTH
-def test_free_link_is_for_messages_that_are_issued_inside(device, world):
-    x = torch.ones(8, device="cuda")
-    with device.watch():
-        with free_link():
-            dist.all_to_all_single(torch.empty_like(x), x, group=world)
-            free = _num_messages(device)
-        dist.all_to_all_single(torch.empty_like(x), x, group=world)
-        paced = _num_messages(device)
-    if device.is_virtual:
-        assert (free, paced) == (0, 1)
-
-
-def _num_messages(device) -> int:
-    return sum(getattr(entry, "name", None) == KERNEL for entry in device.gpu.log) if device.is_virtual else 0
 
 
 @ON_BOTH

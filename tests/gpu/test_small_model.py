@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.runtime.placement import has_grouped_gemm
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.gpu.devices import ON_BOTH, on_both_with
 from tests.gpu.small_model import TOLERANCE, compare
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES
@@ -25,7 +25,7 @@ LAYERS = (1, 2)
 PLANS = {
     "k=1": [fixed_plan(1)],
     "k=2": [fixed_plan(2)],
-    "k=4-layer": [fixed_plan(4, overlap_range=OverlapRange.LAYER)],
+    "k=4": [fixed_plan(4)],
     "sequence": [fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)],
     "experts": [fixed_plan(2, overlap_range=OverlapRange.EXPERTS)],
     "dw-at-once-then-deferred": [fixed_plan(1, DwPolicy.NONE), fixed_plan(2)],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
-from megatron_lancet.virtual_gpu.log import Kernel
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
 from tests.gpu.devices import ON_BOTH
 
 NUM_OUTPUTS, NUM_INPUTS = 512, 1024

@@ -37,7 +37,7 @@ MODULES = (
     "megatron_lancet.training.pretrain",
     "megatron_lancet.training.arguments",
     "megatron_lancet.training.megatron.gpt_data",
-    "megatron_lancet.training.platform.mock",
+    "megatron_lancet.testkit.mock.run",
     "megatron_lancet.training.overlap_setup",
     "megatron_lancet.training.job",
     "megatron_lancet.training.run",

@@ -2,10 +2,8 @@
 
 LANCET_TEST_RESULT names the file; the last rank writes it, which knows the losses also with pipeline stages;
 of a mocked world, the one rank that there is. LANCET_TEST_CAPABILITY is the major number of the compute capability
-that the tests' Transformer Engine sees. LANCET_TEST_WIRE_CHECK is ``none`` if no step of a narrow wire is to be
-checked, and ``same`` if the checked step is to have the run's wire in both passes. LANCET_TEST_SWAP makes experts of
-layers 1 and 2 swap places when a run asks whether that pays: ``weights`` without what the optimizer keeps of them, else
-with all.
+that the tests' Transformer Engine sees. LANCET_TEST_SWAP makes experts of layers 1 and 2 swap places when a run
+asks whether that pays: ``weights`` without what the optimizer keeps of them, else with all.
 """
 
 import functools
@@ -13,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_lancet.patching import around, replaced
@@ -49,20 +47,12 @@ if __name__ == "__main__":
     from megatron.training import training
 
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.
-    from megatron_lancet.training.observe.wire_check import WireCheck
-    from megatron_lancet.training.overlap_setup import OverlapSetup
     from megatron_lancet.training.platform import detect
     from megatron_lancet.training.pretrain import main
 
     losses: list[dict[str, float]] = []
     classes: set[str] = set()
     with ExitStack() as stack:
-        match os.environ.get("LANCET_TEST_WIRE_CHECK"):
-            case "none":
-                unchecked = around(WireCheck, "forward_backward", lambda stock, self, run, **call: run(**call))
-                stack.enter_context(unchecked)
-            case "same":
-                stack.enter_context(around(OverlapSetup, "exact_wire", lambda stock, self: nullcontext()))
         if "LANCET_TEST_SWAP" in os.environ:
             swapping(stack, os.environ["LANCET_TEST_SWAP"])
         stack.enter_context(around(training, "train_step", recording(losses, classes)))

@@ -53,7 +53,7 @@ def test_atomic_outputs_keep_old_files_after_an_error(tmp_path: Path, failure: t
     assert list(tmp_path.iterdir()) == [targets[0]]
 
 
-def test_sigterm_removes_temporary_files_and_restores_its_handler(tmp_path: Path) -> None:
+def test_sigterm_removes_temporary_files(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def write_until_terminated() -> None:
@@ -95,7 +95,7 @@ def test_interrupt_between_renames_is_raised_after_the_last(tmp_path: Path, monk
     assert sorted(tmp_path.iterdir()) == targets
 
 
-def test_sigterm_handler_of_the_caller_is_kept_and_the_file_is_written(tmp_path: Path) -> None:
+def test_sigterm_handler_of_caller_is_kept_and_file_is_written(tmp_path: Path) -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
     try:

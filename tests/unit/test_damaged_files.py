@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from benchmarks.demo.training_log.train_log import RunLog
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.cli.planning import load_plan, load_profile
 from megatron_lancet.data.encode import (
@@ -34,11 +35,10 @@ from megatron_lancet.data.jsonl import iter_line_batches
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.inference.evaluate import read_stream
+from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.profiler import cache
-from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
-from megatron_lancet.report.train_log import RunLog
 from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced

@@ -42,7 +42,7 @@ def test_source_files_that_are_named_exist(document):
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources)} == set()
 
 
-def test_that_no_gpu_ran_it_is_said_once_on_the_front_page_and_once_on_the_page_of_gpus():
+def test_pages_say_once_that_no_gpu_ran_it():
     claim = re.compile(
         r"(never|nothing|none|not|n't)\b[^.|]{0,40}\b(run|ran|measured|executed)\b[^.|]{0,20}\bon (a|any) (GPU|device)",
         re.I,

@@ -59,7 +59,7 @@ def test_no_profile_reads_a_clock(name):
     assert HealthCheck.too_slow in profile.suppress_health_check
 
 
-def test_this_run_has_a_profile_of_ours_and_the_number_of_examples_goes_with_it():
+def test_this_run_has_our_profile_and_number_of_examples():
     expected = draws.NIGHTLY if draws.is_nightly() else draws.SAME
     assert settings().show_changed() == settings.get_profile(expected).show_changed()
     assert draws.factor() == (draws.FACTOR if draws.is_nightly() else 1)

@@ -62,7 +62,7 @@ def test_records_are_read_from_json_as_written(whole):
     assert type(again.colour) is Colour
 
 
-def test_missing_record_fields_take_their_default_and_integers_are_floats():
+def test_missing_record_fields_take_their_default():
     assert from_plain(Whole, PLAIN, "record") == Whole(3, Colour.RED, True)
     part = from_plain(Part, {"name": "a", "size_ms": 2}, "part")
     assert part == Part("a", 2.0)

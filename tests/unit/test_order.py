@@ -24,7 +24,7 @@ def test_longest_files_exist():
     assert [file for file in order.LONGEST if not (REPOSITORY / file).exists()] == []
 
 
-def test_longest_files_are_first_and_short_ones_last_in_any_selection():
+def test_longest_files_are_first_and_short_ones_last():
     longest = order.LONGEST[1], order.LONGEST[0]
     found = order.files_in_order([*SHORT, LAUNCHED, *longest], set())
     assert found == [*reversed(longest), LAUNCHED, *SHORT]
@@ -32,7 +32,7 @@ def test_longest_files_are_first_and_short_ones_last_in_any_selection():
     assert order.files_in_order([WITH_ALONE, LAUNCHED], {WITH_ALONE}) == [LAUNCHED, WITH_ALONE]
 
 
-def test_files_with_a_test_that_is_alone_are_among_short_ones_and_far_from_each_other():
+def test_files_with_tests_that_run_alone_are_far_apart():
     files = [WITH_ALONE, LAUNCHED, WITH_ALONE_TOO, *SHORT]
     found = order.files_in_order(files, {WITH_ALONE, WITH_ALONE_TOO})
     assert found == [LAUNCHED, WITH_ALONE_TOO, *SHORT[:2], WITH_ALONE, *SHORT[2:]]
@@ -50,7 +50,7 @@ def test_each_test_with_the_mark_is_alone():
     assert not is_alone(item(WITH_ALONE))
 
 
-def test_of_tests_whose_fixtures_read_clocks_the_first_of_each_file_is_alone():
+def test_first_test_of_a_file_with_clocks_in_fixtures_is_alone():
     is_alone = order.Alone()
     tests = [alone(file, name, setup=True) for file in (LAUNCHED, WITH_ALONE) for name in "ab"]
     assert [is_alone(test) for test in tests] == [True, False, True, False]

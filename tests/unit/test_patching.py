@@ -14,12 +14,12 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
-    "mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
-    "training/check": ("sys",),  # the command line that Megatron's parser reads
+    "lab/check": ("sys",),  # the command line that Megatron's parser reads
+    "lab/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
+    "testkit/mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
+    "testkit/virtual_gpu": ("torch", "megatron_lancet.runtime", "megatron_lancet.testkit.mock"),  # a GPU, likewise
     "training/megatron": ("megatron", "torch"),
-    "training/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
-    "training/platform": ("torch", "megatron_lancet.runtime"),  # stand-ins for torch.cuda, and hooks on their streams
-    "virtual_gpu": ("torch", "megatron_lancet.runtime", "megatron_lancet.mock"),  # a GPU, for whoever asks for one
+    "training/platform": ("torch",),  # stand-ins for torch.cuda
 }
 """Whose attributes the files of a folder may replace."""
 REPLACING = {"around", "replaced", "setattr", "delattr"}
@@ -45,7 +45,7 @@ def test_replacing_a_missing_attribute_fails():
             pass
 
 
-def test_around_a_method_of_a_parent_restores_the_class_untouched():
+def test_around_method_of_parent_restores_class_untouched():
     def doubled(stock, self, x, **kwargs):
         return stock(self, 2 * x, **kwargs)
 
@@ -213,7 +213,7 @@ def test_every_folder_that_may_replace_does():
 def test_each_way_to_replace_an_attribute_is_found(line, owner):
     imports = "import torch\nimport torch.distributed as dist\nfrom megatron.training import training\n"
     assert replaced_owners(imports + line) == [owner]
-    for folder in (PACKAGE / "model", PACKAGE / "training/dry_run"):
+    for folder in (PACKAGE / "model", PACKAGE / "lab/dry_run"):
         assert not may_replace(folder / "file.py", owner)
 
 

@@ -15,6 +15,8 @@ MAX_COMMANDS = 17
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_MEDIAN_LINES = 100
+MAX_LENGTH_OF_A_NAME = 60
+"""So that the name and the parameters of a test fit on a line of pytest's summary."""
 
 
 def python_files(root: str) -> list[Path]:
@@ -31,6 +33,12 @@ def long_functions(text: str, limit: int) -> dict[str, int]:
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lines = {node.name: num_lines(ast.get_source_segment(text, node)) for node in functions}
     return {name: count for name, count in lines.items() if count > limit}
+
+
+def long_tests(text: str) -> list[str]:
+    """Names of the test functions and methods that are too long."""
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [node.name for node in functions if node.name.startswith("test_") and len(node.name) > MAX_LENGTH_OF_A_NAME]
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -55,6 +63,11 @@ def test_functions_have_at_most_60_lines(root):
     assert {file: functions for file, functions in found.items() if functions} == {}
 
 
+def test_names_of_tests_have_at_most_60_characters():
+    found = {str(path.relative_to(REPOSITORY)): long_tests(path.read_text()) for path in python_files("tests")}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
 def test_median_product_file_has_fewer_than_100_lines():
     assert statistics.median(num_lines(path.read_text()) for path in python_files("megatron_lancet")) < MAX_MEDIAN_LINES
 
@@ -62,3 +75,9 @@ def test_median_product_file_has_fewer_than_100_lines():
 def test_lines_of_long_functions_are_counted_without_blank_ones():
     source = "def short():\n    pass\n\nclass A:\n    async def long(self):\n        a = 1\n\n        return a\n"
     assert long_functions(source, 2) == {"long": 3}
+
+
+def test_long_names_are_those_of_tests_and_of_methods_too():
+    longest = "test_" + 55 * "a"
+    source = f"def {longest}(): ...\ndef {61 * 'b'}(): ...\nclass A:\n    async def {longest}c(self): ...\n"
+    assert long_tests(source) == [f"{longest}c"]

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
-from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.model.dispatcher import rounds
-from megatron_lancet.model.dispatcher.row_limit import Counts, RowLimit
+from megatron_lancet.features.row_bound import rounds
+from megatron_lancet.features.row_bound.limit import Counts, RowLimit
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
@@ -21,12 +20,13 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, HostWaits
+from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
+from megatron_lancet.testkit.virtual_gpu.memory import Problem
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.platform.virtual import virtual_gpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, HostWaits
-from megatron_lancet.virtual_gpu.memory import Problem
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
 from tests.virtual_gpu.paired import scheduled_step
 from tests.virtual_gpu.pipeline import first_stage, pipeline_step

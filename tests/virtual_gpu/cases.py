@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "sequence": Case([sequence()], late=(("compute",), ("comm",))),
     "sequence/grouped-queries": Case([sequence()], LLAMA),
     "sequence/mla": Case([sequence()], MLA),
-    **{f"over-{over}": Case([fixed_plan(2, overlap_range=over)], late=COMM_LATE) for over in list(OverlapRange)[:3]},
+    **{f"over-{over}": Case([fixed_plan(2, overlap_range=over)], late=COMM_LATE) for over in list(OverlapRange)[:2]},
     "over-experts/capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], CAPACITY),
     "over-experts/padded": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], PADDED),
     "padded/k=1": Case([fixed_plan(1, overlap_range=OverlapRange.EXPERTS)], PADDED),

@@ -17,7 +17,6 @@ import logging
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -34,15 +33,25 @@ from tests.virtual_gpu.programs import Program, run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
 REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
-"""What each mutant made fail; beside it the same as text. ``--write`` makes both."""
-NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
+"""What each mutant made fail; ``--write`` makes it."""
+NOT_PRODUCT = ("testkit/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
 WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
-KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/local_experts/")
+KEEPERS = (
+    "runtime/",
+    "training/megatron/grad_reduction.py",
+    "model/dispatcher/",
+    "model/local_experts/",
+    "features/dedup/",
+    "features/two_hop/",
+    "features/row_bound/limit.py",
+    "features/row_bound/rounds.py",
+    "features/tiles/parts.py",
+)
 """Where attributes are taken for kept memory if they are released, or never read."""
-NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py")
+NOT_KEEPERS = ("runtime/progress/lane.py", "runtime/progress/pairing.py", "runtime/progress/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}
@@ -296,12 +305,6 @@ def reason(how: str) -> str:
     return re.sub(r" \([^()]*\)| of group \d+", "", how)
 
 
-def kind(how: str) -> str:
-    """Returns the kind of problem in a report."""
-    before, is_told, _ = how.partition(":")
-    return before if is_told else how
-
-
 def survey(only: str) -> list[dict[str, Any]]:
     """Every mutant with the case that catches it, and with the streams that make its numbers wrong if they are late."""
     rows: list[dict[str, Any]] = []
@@ -315,59 +318,6 @@ def survey(only: str) -> list[dict[str, Any]]:
         sys.stdout.write(f"{found.case or 'NOT CAUGHT':16} {mutant}\n")
         sys.stdout.flush()
     return rows
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    rows = report["mutants"]
-    caught = [row for row in rows if row["case"]]
-    lines = [
-        "# Mutants on the virtual GPU",
-        "",
-        "Each place in the product that orders kernels of different streams, or keeps memory for them, was deleted,",
-        "one at a time, and some were moved or made to name another stream (`tests/virtual_gpu/mutants.py`). The table",
-        "names the case of `tests/virtual_gpu/cases.py` that fails then and the first thing that it reports. The last",
-        "column names the streams that make losses or gradients wrong in this case if they run as late as the order",
-        "permits; without a name the mutant is found by the order alone. The test suite makes each mutant again, runs",
-        "its case, and expects the same report, and wrong numbers with the first of the late streams. No device was",
-        "used.",
-        "",
-        f"`{report['command']}`, {report['date']}: {len(rows)} mutants, {len(caught)} caught, "
-        f"{len(rows) - len(caught)} not needed.",
-        _counted(caught),
-        "",
-        "| Place | Change | Case | Reports | Wrong numbers if late |",
-        "|---|---|---|---|---|",
-    ]
-    for row in caught:
-        place, _, change = row["mutant"].removesuffix("]").rpartition(" [")
-        late = ", ".join(row["wrong_when_late"])
-        lines.append(f"| `{place}` | {change} | {row['case']} | {_shortened(row['how'])} | {late} |")
-    lines += ["", "## Not needed", ""]
-    lines += [f"- `{row['mutant']}`: {row['reason']}" for row in rows if not row["case"]]
-    return "\n".join(lines) + "\n"
-
-
-_IN_WORDS = {
-    "race": "missing order",
-    "freed in use": "memory that was freed in use",
-    "all-to-alls on ['comm', 'compute']": "an all-to-all on the compute stream",
-}
-
-
-def _counted(caught: list[dict[str, Any]]) -> str:
-    """Counts the found mutants by kind of problem."""
-    by_kind = Counter(kind(row["how"]) for row in caught)
-    errors = {name: count for name, count in by_kind.items() if name.endswith("Error")}
-    found = [f"{count} by {_IN_WORDS.get(name, name)}" for name, count in by_kind.most_common() if name not in errors]
-    raised = ", ".join(f"{count} {name}" for name, count in errors.items())
-    return f"Found: {', '.join(found)}, {sum(errors.values())} by a Python error ({raised})."
-
-
-def _shortened(how: str) -> str:
-    """What was found, without the callers of the places, and without lines and numbers that change."""
-    without_callers = re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
-    return re.sub(r" of group \d+|(?<=\.py):\d+", "", without_callers)
 
 
 def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
@@ -405,7 +355,6 @@ def main() -> None:
         args.json.write_text(text)
     if args.write:
         REPORT.write_text(text)
-        REPORT.with_suffix(".md").write_text(as_text(report))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.mock_group import MockProcessGroup
-from megatron_lancet.mock.transfer import Transfer
 from megatron_lancet.patching import replaced
+from megatron_lancet.testkit.mock.mock_group import MockProcessGroup
+from megatron_lancet.testkit.mock.transfer import Transfer
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, micro_batches
 from tests.small_gpt import SEQ_LENGTH, small_gpt

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.lane import ForwardLane
+from megatron_lancet.runtime.progress.lane import ForwardLane
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
-from megatron_lancet.training.platform.virtual import virtual_gpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
 from tests.virtual_gpu.case import IN_ORDER, Found, name_streams
 
 NUM_RANKS, NUM_ROWS, WIDTH = 4, 8, 16

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import virtual_gpu
 
 ROWS = torch.arange(4.0)
 LATE = ("comm", "compute")

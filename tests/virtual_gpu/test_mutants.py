@@ -1,6 +1,5 @@
 """Every place that orders kernels or keeps memory is needed: without it, the report's case fails as reported."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -65,8 +64,3 @@ def test_reasons_tell_problems_apart_and_not_where_the_code_is():
 
 def test_cases_of_mutants_are_clean_without_them(judged):
     assert judged["clean"] == dict.fromkeys(judged["clean"], "")
-
-
-def test_report_as_text_is_that_of_the_figures():
-    report = json.loads(mutants.REPORT.read_text())
-    assert mutants.REPORT.with_suffix(".md").read_text() == mutants.as_text(report)

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_lancet.mock.link import Link
 from megatron_lancet.patching import around
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.measured.op_times import Samples, op_times, weight_grad_times
@@ -25,13 +24,14 @@ from megatron_lancet.runtime.trace import StepTrace, WeightGradFacts
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import Entry, HostWaits
+from megatron_lancet.testkit.virtual_gpu.playback.by_op import is_weight_grad, timeline_of
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.marks import MarkedMessage, MarkedTrace
+from megatron_lancet.testkit.virtual_gpu.playback.player import play
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.log import Entry, HostWaits
-from megatron_lancet.virtual_gpu.playback.by_op import is_weight_grad, timeline_of
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.marks import MarkedMessage, MarkedTrace
-from megatron_lancet.virtual_gpu.playback.player import play
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES
 from tests.small_gpt import SEQ_LENGTH
 from tests.virtual_gpu.case import Case, run

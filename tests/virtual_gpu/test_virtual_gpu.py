@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
+from megatron_lancet.testkit.virtual_gpu.operators import (
+    Kind,
+    accesses_of,
+    kind_of,
+    only_result_in_place,
+    results_in_place,
+)
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.log import Kernel
-from megatron_lancet.virtual_gpu.operators import Kind, accesses_of, kind_of, only_result_in_place, results_in_place
 
 ONES = torch.ones(8)
 aten = torch.ops.aten

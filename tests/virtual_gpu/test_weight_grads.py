@@ -9,9 +9,9 @@ import pytest
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.log import Kernel
 from tests.virtual_gpu.case import Case, Found, run
 from tests.virtual_gpu.cases import FORWARD_GAPS, paired_case
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.recorder import Point
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron_lancet.patching import replaced
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.link import virtual_link
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
+from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
+from megatron_lancet.testkit.virtual_gpu.streams import VirtualEvent, VirtualStream
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.training.platform.virtual import virtual_gpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.link import virtual_link
-from megatron_lancet.virtual_gpu.log import Kernel
-from megatron_lancet.virtual_gpu.streams import VirtualEvent, VirtualStream
 
 _KERNEL_MS = 1e-3
 """What a kernel takes by the clock of a rehearsal."""

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.check.compare import IDEAL, table
 from benchmarks.gpu.table import Found, Row, found_in, summarise
 from benchmarks.harness.tables import markdown
-from megatron_lancet.mock.link import Link
+from megatron_lancet.testkit.mock.link import Link
 
 _STOCK = "stock"
 _FREE = str(Link())

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
-from megatron_lancet.model.documents.packed import own_positions
+from megatron_lancet.model.attention.slices import own_positions
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _PIECE = 2**24

@@ -25,8 +25,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.lengths import Documents, attend_by_document, keys_in_order
+from megatron_lancet.model.parts import document_reader
 from megatron_lancet.model.recompute import maybe_recomputed
+from megatron_lancet.model.samples import Documents
 from megatron_lancet.runtime.placement import on_cuda
 
 _KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
@@ -46,19 +47,25 @@ def sdpa_blockers(settings: Any) -> list[str]:
     return [flag for flag, is_set in blockers.items() if is_set]
 
 
-class SdpaAttention(DotProductAttention):
-    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
-    sequence may be cut over a context-parallel group.
+class AttentionPerChunk:
+    """Mixin for a core attention whose chunks see earlier ones.
 
     Attributes:
         chunk: the present sequence chunk, or one with documents; None for whole sequences.
         recomputed: whether the attention of a chunk runs a second time in the backward pass.
-        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would not know the documents.
+        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would compute it without the
+            chunk's earlier keys and its documents, and run a backward pass inside the backward pass.
     """
 
     chunk: Chunk | None = None
     recomputed: bool = False
     recomputes_core: bool = False
+
+
+class SdpaAttention(AttentionPerChunk, DotProductAttention):
+    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
+    sequence may be cut over a context-parallel group.
+    """
 
     def __init__(
         self,
@@ -133,7 +140,7 @@ class SdpaAttention(DotProductAttention):
         if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
             return self._attend_to_documents(query, key, value, documents)
         # Else torch has no kernel for sequences of several lengths.
-        return attend_by_document(documents, query, key, value, self._attend_with_mask)
+        return documents.attend(query, key, value, self._attend_with_mask)
 
     def _attend_end_to_end(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
@@ -142,7 +149,7 @@ class SdpaAttention(DotProductAttention):
         assert self.chunk is None
         assert packed.cu_seqlens_q is not None
         assert self.config.context_parallel_size == 1, "refused before the model was built"
-        documents = Documents((tuple(packed.cu_seqlens_q.diff().tolist()),))
+        documents = document_reader().end_to_end(packed.cu_seqlens_q.diff().tolist())
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return self._attend(query, key, value, None, documents).squeeze(1)
 
@@ -164,8 +171,8 @@ class SdpaAttention(DotProductAttention):
             key, value = (tensor.repeat_interleave(queries_per_key, dim=2) for tensor in (key, value))
         context = varlen_attn(
             query.transpose(0, 1).flatten(0, 1),
-            keys_in_order(documents, key, first),
-            keys_in_order(documents, value, first),
+            documents.keys_in_order(key, first),
+            documents.keys_in_order(value, first),
             bounds.of_queries,
             bounds.of_keys,
             bounds.most_queries,

@@ -13,10 +13,9 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.attention import te
-from megatron_lancet.model.attention.sdpa import SdpaAttention, sdpa_blockers
+from megatron_lancet.model.attention.sdpa import AttentionPerChunk, SdpaAttention, sdpa_blockers
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.packed import rotary_at
+from megatron_lancet.registry import model_parts
 
 
 class _PositionedRotary(RotaryEmbedding):
@@ -65,7 +64,7 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
 def _at_positions(embedding: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     assert chunk.documents is not None
     assert chunk.positions is not None
-    return rotary_at(embedding, chunk.positions, chunk.documents)
+    return chunk.documents.rotary_at(embedding, chunk.positions)
 
 
 class SwitchableAttention:
@@ -83,9 +82,11 @@ class SwitchableAttention:
         assert isinstance(attention, Attention)
         self._attention = attention
         self._recomputed = recomputed
-        self._is_te = te.is_te_attention(attention.core_attention)
-        if self._is_te:
-            core = te.call_per_chunk(attention.core_attention)
+        for part in model_parts():
+            part.adopt_attention(attention.core_attention)
+        core = attention.core_attention
+        self._is_te = isinstance(core, AttentionPerChunk) and not isinstance(core, SdpaAttention)
+        if isinstance(core, AttentionPerChunk) and self._is_te:
             core.recomputes_core = attention.checkpoint_core_attention
             core.recomputed = recomputed
             attention.checkpoint_core_attention = False  # ours now
@@ -175,7 +176,7 @@ def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
         yield
         return
     core = attention.core_attention
-    assert isinstance(core, SdpaAttention | te.TEAttentionPerChunk)
+    assert isinstance(core, AttentionPerChunk)
     rotary = getattr(attention, "rotary_pos_emb", None)
     core.chunk = chunk
     if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):

@@ -21,11 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
-from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling
-from megatron_lancet.model.dispatcher.rounds import Round, rounds_of
-from megatron_lancet.model.dispatcher.routes import OverLimit, PendingRoutes, Routes
-from megatron_lancet.model.dispatcher.row_limit import launch_counts
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
+from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -50,6 +47,8 @@ class Permutation:
 class AllToAllDispatcher:
     """Moves the rows of chunks between tokens' ranks and experts' ranks."""
 
+    has_plain_rows = True
+
     def __init__(
         self,
         comm: Comm,
@@ -73,27 +72,30 @@ class AllToAllDispatcher:
         self._num_ranks = num_ranks
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
-        self._tp_size = expert_tp_group.size()
+        self.tp_size, self.tp_rank = expert_tp_group.size(), expert_tp_group.rank()
         self._even_routes: dict[int, Routes] = {}
         # For the fused kernels: orders of the parts of received rows, on their device from the first use on.
-        parts_by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
+        parts_by_source = torch.arange(num_experts * self.tp_size).view(-1, self._num_local_experts)
         self._expert_major = {
             last_first: by_expert(parts_by_source, last_first).ravel() for last_first in (False, True)
         }
         self._source_major = {last_first: torch.argsort(order) for last_first, order in self._expert_major.items()}
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes[Routes]:
+    def launch_counts(
+        self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent, limit: CountsLimit | None = None
+    ) -> PendingRoutes[Routes]:
         """Tells every rank how many rows each of its experts gets from here.
 
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for, as a :class:`Permutation` does.
             routed: the point in time at which ``routing_map_tE`` was complete.
+            limit: see :class:`Dispatcher`.
         """
-        peers = self._num_ranks * self._tp_size
+        peers = self._num_ranks * self.tp_size
         count = partial(self._count, routing_map_tE)
-        exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
-        make = partial(Routes.of, tp_size=self._tp_size, tp_rank=self._tp_group.rank())
-        return PendingRoutes(exchange, make, Routes.rows_to, self._tp_size, self._num_ranks, limit)
+        exchange = launch_counts(self._comm, op, count, routing_map_tE, routed, peers, limit)
+        make = partial(Routes.of, tp_size=self.tp_size, tp_rank=self.tp_rank)
+        return PendingRoutes(exchange, make, Routes.rows_to, self.tp_size, limit)
 
     def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
         """Returns the routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
@@ -103,36 +105,18 @@ class AllToAllDispatcher:
             device: device of the rows.
         """
         if rows_per_expert not in self._even_routes:
-            shape = self._num_ranks, self._num_local_experts, self._tp_size
+            shape = self._num_ranks, self._num_local_experts, self.tp_size
             self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
         return self._even_routes[rows_per_expert]
 
-    def in_parts(self, routes: PendingRoutes[Routes] | Routes, tiling: Tiling, like: torch.Tensor) -> PartedPlainRoutes:
-        """The routes of the parts of a chunk.
+    def num_rows(
+        self, probs_tE: torch.Tensor, topk: int, drops_tokens: bool, routes: PendingRoutes[Routes] | Routes
+    ) -> int:
+        """The number of rows of a chunk. The host knows it unless tokens are dropped.
 
-        Args:
-            routes: of all its rows.
-            like: a tensor on the device of the rows.
+        Then it waits for the chunk's own counts. The count of all rows would wait for all that the device has to do.
         """
-        return PartedPlainRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
-
-    def rounds(self, over: OverLimit) -> tuple[Sequence[int], list[Round]]:
-        """What a chunk over the limit of rows sends in each of its rounds.
-
-        Returns:
-            Rows that this rank sends to each expert, [E], and the rounds.
-        """
-        own, place = self._comm.own_rank, self._tp_group.rank()
-        made = rounds_of(over.counts, self._num_ranks, over.num_rounds, own, place, over.like)
-        return over.counts[own * self._tp_size + place], made
-
-    def most_rows(self, num_tokens: int, topk: int) -> int:
-        """The largest number of rows of a chunk.
-
-        Args:
-            topk: experts of a token at most.
-        """
-        return num_tokens * topk
+        return routes.num_sent() if drops_tokens else len(probs_tE) * topk
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -164,14 +148,14 @@ class AllToAllDispatcher:
         """Returns the counts that are sent, [P * V * e]."""
         counts = routing_map_tE.sum(dim=0).view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
-        return counts.expand(-1, self._tp_size, -1).flatten()
+        return counts.expand(-1, self.tp_size, -1).flatten()
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: Routes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
         tokens, probs = received
-        if self._tp_size > 1:
+        if self.tp_size > 1:
             holders = list(routes.rows_by_holder)
             tokens, probs = (
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
@@ -200,7 +184,7 @@ class AllToAllDispatcher:
 
     def _needs_sort(self, routes: Routes, last_expert_first: bool) -> bool:
         """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""
-        comes_sorted = routes.are_by_expert or self._num_ranks * self._tp_size == 1
+        comes_sorted = routes.are_by_expert or self._num_ranks * self.tp_size == 1
         return self._num_local_experts > 1 and (last_expert_first or not comes_sorted)
 
     def sort_by_peer(
@@ -217,7 +201,7 @@ class AllToAllDispatcher:
             output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, parts, fused=True)
         elif self._needs_sort(routes, last_expert_first):
             output_mH = routes.expert_order(last_expert_first).undo(output_mH)
-        if self._tp_size == 1:
+        if self.tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
             output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)

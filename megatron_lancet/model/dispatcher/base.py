@@ -1,41 +1,98 @@
 """What the ops of a layer ask of a dispatcher, whatever a row stands for.
 
-Legend of shapes: t tokens of the chunk, E experts, N rows sent, M rows that the local experts' rank works on, m rows of
-the local experts, H hidden size.
+Legend of shapes: t tokens of the chunk, E experts, Q ranks that exchange counts, c counts for each, N rows sent, M rows
+that the local experts' rank works on, m rows of the local experts, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
-from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, TwoHopRoutes
+from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import CountsExchange
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
-type AnyRoutes = Routes | DistinctRoutes | TwoHopRoutes
+
+class PlainRows(NamedTuple):
+    """A row for each token and expert, ordered by expert.
+
+    Attributes:
+        tokens: [m, H].
+        probs: [m].
+        place: of each, the distinct row of which it was made; None if they are these rows.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor
+    place: torch.Tensor | None
+
+
+class ExpertRanks(NamedTuple):
+    """The ranks among which a layer's experts are divided.
+
+    Attributes:
+        comm: all-to-alls of the model.
+        num_experts: experts of the layer.
+        num_ranks: ranks of the expert-parallel group.
+        expert_tp_group: the ranks that hold the parts of the same experts.
+        rank: this rank's place in the expert-parallel group.
+    """
+
+    comm: Comm
+    num_experts: int
+    num_ranks: int
+    expert_tp_group: dist.ProcessGroup
+    rank: int
 
 
 class Dispatcher(Protocol):
     """Moves rows between tokens' ranks and experts' ranks, in the order of these methods; without state between calls.
 
     Routes and permutations are a dispatcher's own and come back to it.
+
+    Attributes:
+        has_plain_rows: whether there is a row for each token and expert, as in stock.
+        tp_size: ranks that hold the parts of the same experts.
+        tp_rank: this rank's place among them.
     """
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes[Any]:
+    has_plain_rows: bool
+    tp_size: int
+    tp_rank: int
+
+    def launch_counts(
+        self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent, limit: CountsLimit | None = None
+    ) -> PendingRoutes[Any]:
         """Tells every rank how many rows it gets from here.
 
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
+            limit: a limit that needs the counts of all ranks; None without one.
         """
 
-    def most_rows(self, num_tokens: int, topk: int) -> int:
-        """The largest number of rows that a chunk sends.
+    def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
+        """The routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
+
+        Args:
+            rows_per_expert: rows from one rank for one expert.
+            device: device of the rows.
+        """
+
+    def num_rows(
+        self, probs_tE: torch.Tensor, topk: int, drops_tokens: bool, routes: PendingRoutes[Any] | Routes
+    ) -> int:
+        """The number of rows to make of a chunk: as many as it sends, or more.
 
         Args:
             topk: experts of a token at most.
+            drops_tokens: whether a token may have fewer experts.
         """
 
     def permute(
@@ -91,3 +148,38 @@ class Dispatcher(Protocol):
 
     def unpermute(self, rows: torch.Tensor, permutation: Any) -> torch.Tensor:
         """Sums the rows [N, H] of each token: the chunk's output, [s, b, H]."""
+
+
+def launch_counts(
+    comm: Comm,
+    op: Op,
+    count: Callable[[], torch.Tensor],
+    routing_map_tE: torch.Tensor,
+    routed: ReadyEvent,
+    num_peers: int,
+    limit: CountsLimit | None = None,
+) -> CountsExchange:
+    """Launches the exchange of a chunk's counts.
+
+    Args:
+        count: returns the counts for each peer, [Q * c].
+        routing_map_tE: bool; to be kept until the counts have been waited for.
+        routed: the point in time at which ``routing_map_tE`` was complete.
+        num_peers: Q.
+        limit: see :class:`Dispatcher`.
+    """
+    if limit is not None:
+        count = partial(limit.with_counts_of_all, count, routing_map_tE, num_peers)
+    return comm.launch_counts(op, count, routed)
+
+
+def num_distinct_rows(probs_tE: torch.Tensor, most_rows: int, routes: PendingRoutes[Any] | Routes) -> int:
+    """The number of distinct rows to make of a chunk, which are always counted.
+
+    On CUDA the host does not wait for the counts here: the device would run out of work in front of each message. It
+    makes as many rows as there may be, and the rows that are left over stay here.
+
+    Args:
+        most_rows: the largest number of rows.
+    """
+    return most_rows if on_cuda(probs_tE) else routes.num_sent()

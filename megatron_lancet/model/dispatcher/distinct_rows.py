@@ -6,9 +6,14 @@ H hidden size.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+
+from megatron_lancet.model.dispatcher.base import PlainRows
+from megatron_lancet.runtime.exchange import RowSplits
+from megatron_lancet.runtime.transport.base import TokenCounts
 
 _BITS = 8
 """Choices in one number: every type of probabilities holds integers of so many bits exactly."""
@@ -91,20 +96,6 @@ def through_experts(
     made = _of_each_expert(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
     assert made.place is not None
     return summed(run(made.tokens, made.probs), made.place, len(tokens_dH))
-
-
-class PlainRows(NamedTuple):
-    """A row for each token and expert, ordered by expert.
-
-    Attributes:
-        tokens: [m, H].
-        probs: [m].
-        place: of each, the distinct row of which it was made; None if they are these rows.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor
-    place: torch.Tensor | None
 
 
 def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
@@ -190,3 +181,59 @@ def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 def _places(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(_BITS, dtype=torch.int32, device=like.device)
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """Maps a chunk's distinct rows to its tokens.
+
+    Attributes:
+        token_d: the token of each row, and of those that stay here.
+        routing_map_tE: kept for the kernels that count its rows, see :meth:`DeduplicatedDispatcher.launch_counts`.
+        hidden_shape: [s, b, H] of the chunk.
+    """
+
+    token_d: torch.Tensor
+    routing_map_tE: torch.Tensor
+    hidden_shape: torch.Size
+
+
+@dataclass(frozen=True)
+class DistinctRoutes:
+    """Rows of one chunk by rank, one for each token and rank, and by expert.
+
+    Attributes:
+        splits: distinct rows to and from each rank of the expert-parallel group.
+        rows_by_holder: distinct rows of each rank that holds a part of the same experts, V in all.
+        rows_per_expert: [e], rows for each local expert, on the host.
+        num_rows: rows per expert that are made of what arrives here, without what other holders gather.
+    """
+
+    splits: RowSplits
+    rows_by_holder: tuple[int, ...]
+    rows_per_expert: torch.Tensor
+    num_rows: int
+
+    @staticmethod
+    def rows_to(counts: Sequence[int]) -> int:
+        """Rows of a message, from the counts that its receiver is told."""
+        return counts[0]
+
+    @staticmethod
+    def of(counts: TokenCounts, tp_size: int, tp_rank: int, num_experts: int) -> "DistinctRoutes":
+        """Makes the routes from counts by peer, as :meth:`Routes.of` does.
+
+        Args:
+            counts: distinct rows in front, and rows for each expert at the end.
+            num_experts: e.
+            tp_size: V.
+            tp_rank: this rank's place among the V.
+        """
+        sent, received = ([by_peer[0] for by_peer in peers] for peers in (counts.sent, counts.received))
+        per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][-num_experts:]
+        return DistinctRoutes(
+            splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
+            rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
+            rows_per_expert=torch.tensor(per_expert),
+            num_rows=sum(sum(by_peer[-num_experts:]) for by_peer in counts.received[tp_rank::tp_size]),
+        )

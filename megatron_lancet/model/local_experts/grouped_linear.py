@@ -18,7 +18,6 @@ from torch.nn.functional import grouped_mm
 from megatron_lancet.model.linear import Defer, DeferredColumnParallelLinear, DeferredRowParallelLinear
 from megatron_lancet.model.local_experts.adjacent import ALIGNMENT_BYTES, AdjacentTensors, lay_side_by_side
 from megatron_lancet.model.local_experts.row_groups import RowGroups
-from megatron_lancet.model.tiles.weight_grads import PartOfRows
 from megatron_lancet.runtime.placement import has_grouped_gemm, on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 
@@ -58,7 +57,7 @@ class LinearOfExperts(torch.nn.Module):
         deferrals = [linear.deferral() for linear in self._linears]
         if isinstance(rows, RowGroups):
             multiply = functools.partial(multiply_together, rows, self._weights)
-            if PartOfRows.present is None:
+            if self._linears[0].store.part is None:
                 defer = functools.partial(self._defer_together, rows)
             else:  # the rows of an expert's other parts do not lie beside these
                 defer = functools.partial(_defer_one_by_one, deferrals[::-1], rows.sizes)

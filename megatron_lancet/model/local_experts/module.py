@@ -15,7 +15,7 @@ import copy
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from megatron_lancet.model.adopt import is_of_ddp
+from megatron_lancet.model.adopt import ByPlan, is_of_ddp
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
 from megatron_lancet.model.local_experts.placed import PlacedExperts
 from megatron_lancet.model.local_experts.row_groups import RowGroups
@@ -34,7 +34,7 @@ def grouped_is_faster(num_experts: int, num_rows: int) -> bool:
     return num_rows <= num_experts * MAX_ROWS_PER_EXPERT
 
 
-class GroupingSequentialMLP(PlacedExperts, SequentialMLP):
+class GroupingSequentialMLP(ByPlan, PlacedExperts, SequentialMLP):
     """Megatron's sequential experts; in training they may run layer by layer.
 
     On a CPU those with few rows do. The GEMMs then give the same bits. Activations may not: which elements of a tensor
@@ -49,6 +49,10 @@ class GroupingSequentialMLP(PlacedExperts, SequentialMLP):
     """
 
     may_group: bool = True
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """See :class:`ByPlan`."""
+        self.may_group = not keeps
 
     @property
     def last_expert_first(self) -> bool:

@@ -6,7 +6,7 @@ Legend of shapes: S positions on this rank, B micro-batch size, H hidden size.
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.documents.packed import PackedMicroBatch
+from megatron_lancet.model.samples import PackedMicroBatch
 
 
 def padding_of(

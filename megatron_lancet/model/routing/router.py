@@ -3,14 +3,15 @@
 Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
 products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
 Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once. If Megatron passes a padding mask, they exclude padding. The optional locality loss
-(``locality.py``) uses the same tokens.
+in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
+:class:`RouterLoss` uses the same tokens.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -22,10 +23,24 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.balance import balancing_loss
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.routing.locality import LOSS_NAME, RankLocality
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.samples import Documents
+
+
+class Places(Protocol):
+    """Which expert each place of a layer holds; the places of a rank are neighbours, in rank order.
+
+    Attributes:
+        experts: the logical expert of each place.
+        local_experts: the logical expert of each place of this rank.
+    """
+
+    @property
+    def experts(self) -> Sequence[int]: ...
+    @property
+    def local_experts(self) -> Sequence[int]: ...
+
+    def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and routing map of experts, [t, E] each, by place."""
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -40,6 +55,36 @@ class _ContiguousGrad(torch.autograd.Function):
         return grad.contiguous()
 
 
+class RouterLoss(Protocol):
+    """A loss beside Megatron's balancing losses, of one rank's tokens of a micro-batch."""
+
+    @property
+    def name(self) -> str:
+        """In Megatron's log."""
+
+    @property
+    def flag(self) -> str:
+        """Asks for it."""
+
+    @property
+    def coeff(self) -> float:
+        """By which the loss is multiplied, and which Megatron's log leaves out."""
+
+    def at_places_of(self, experts: Sequence[int]) -> "RouterLoss":
+        """The same loss where experts are on other ranks.
+
+        Args:
+            experts: the expert of each place.
+        """
+
+    def __call__(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """Returns the loss, a scalar that is differentiable in the scores.
+
+        Args:
+            scores_TE: probabilities of each token over all experts, each row with sum 1.
+        """
+
+
 class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
@@ -50,8 +95,11 @@ class ChunkedTopKRouter(TopKRouter):
     places: Places | None = None
     _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
-    locality: RankLocality | None = None
-    """None for no such loss."""
+    _further_loss: RouterLoss | None = None
+
+    def add_loss(self, loss: RouterLoss) -> None:
+        """Attaches a loss to the probabilities of each micro-batch that is trained."""
+        self._further_loss = loss
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
         """Drops logits of the last micro-batch, which remain only if its forward pass failed.
@@ -106,19 +154,19 @@ class ChunkedTopKRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes a whole micro-batch as Megatron does, and attaches the locality loss.
+        """Routes a whole micro-batch as Megatron does, and attaches the further loss.
 
         Args:
             logits: [S, B, E].
         """
         probs, routing_map = super().routing(logits, padding_mask)
         all_TE = logits.view(-1, self.config.num_moe_experts)
-        return self._with_locality_loss(probs, all_TE, padding_mask), routing_map
+        return self._with_further_loss(probs, all_TE, padding_mask), routing_map
 
-    def _with_locality_loss(
+    def _with_further_loss(
         self, probs: torch.Tensor, all_TE: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attaches the locality loss of a micro-batch to probabilities of some of its tokens.
+        """Attaches the further loss of a micro-batch to probabilities of some of its tokens.
 
         As Megatron does with its losses of one rank's tokens, it is divided by the ranks that have tokens of the same
         micro-batch: gradients are summed over these.
@@ -130,20 +178,20 @@ class ChunkedTopKRouter(TopKRouter):
         Raises:
             UsageError: a mask is passed, but the loss is a mean over all tokens.
         """
-        if self.locality is None or not (self.training and torch.is_grad_enabled()):
+        if self._further_loss is None or not (self.training and torch.is_grad_enabled()):
             return probs
         if padding_mask is not None:
             raise UsageError(
-                "--lancet-locality-loss-coeff does not work with a padding_mask: the loss is a mean over all tokens. "
+                f"{self._further_loss.flag} does not work with a padding_mask: the loss is a mean over all tokens. "
                 "Drop one of the two."
             )
         _, scores_TE = compute_routing_scores_for_aux_loss(
             all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        locality = self.locality if self.places is None else self.locality.at_places_of(self.places.experts)
-        loss = locality(scores_TE) / self.tp_cp_group.size()
+        further = self._further_loss if self.places is None else self._further_loss.at_places_of(self.places.experts)
+        loss = further(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
-            probs, locality.coeff, loss, LOSS_NAME, self.tp_cp_group, valid_token_count=len(all_TE)
+            probs, further.coeff, loss, further.name, self.tp_cp_group, valid_token_count=len(all_TE)
         )
 
     def _apply_seq_aux_loss(
@@ -165,7 +213,7 @@ class ChunkedTopKRouter(TopKRouter):
                 "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: the "
                 "loss counts all tokens of each document. Drop the mask, or pass aux_loss."
             )
-        loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
+        loss = self._documents.balancing_loss(scores_for_aux_loss, routing_map, self.config, self.tp_cp_group, coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(scores_for_aux_loss)
         )
@@ -214,7 +262,7 @@ class ChunkedTopKRouter(TopKRouter):
             probs = self._apply_aux_loss(probs, scores_TE, map_TE, with_padding)
             probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size, with_padding)
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE, with_padding)
-        return self._with_locality_loss(probs, all_TE, padding_T), routing_map
+        return self._with_further_loss(probs, all_TE, padding_T), routing_map
 
 
 def _flat(padding_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,6 @@ Experts are counted by the model's own numbers (logical ones), wherever they wer
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,34 +71,6 @@ class ExpertLoad:
         head = {"version": EXPERT_LOAD_VERSION, "num_steps": self.num_steps, "num_layers": self.num_layers}
         layers = ",\n  ".join(json.dumps(to_plain(layer)) for layer in self.layers)
         return f'{json.dumps(head)[:-1]}, "layers": [\n  {layers}\n]}}\n'
-
-
-def sum_of_loads(loads: Iterable[ExpertLoad]) -> ExpertLoad:
-    """The load of several windows of the same model and layout together.
-
-    Raises:
-        ValueError: there is none, or they are of different models or layouts.
-    """
-    loads = list(loads)
-    shapes = {
-        (load.num_layers, tuple((one.layer, len(one.rows), len(one.rows[0])) for one in load.layers)) for load in loads
-    }
-    if len(shapes) != 1:
-        raise ValueError(f"{len(loads)} windows are of {len(shapes)} models or layouts, expected one")
-    return ExpertLoad(
-        sum(load.num_steps for load in loads),
-        loads[0].num_layers,
-        tuple(
-            LayerLoad(
-                windows[0].layer,
-                tuple(
-                    tuple(map(sum, zip(*of_source, strict=True)))
-                    for of_source in zip(*(window.rows for window in windows), strict=True)
-                ),
-            )
-            for windows in zip(*(load.layers for load in loads), strict=True)
-        ),
-    )
 
 
 def read_expert_load(path: Path) -> ExpertLoad:

@@ -31,11 +31,6 @@ class PathTable:
         self._num_experts = num_experts
         self._counts: defaultdict[Path, list[int]] = defaultdict(lambda: [0] * num_experts)
 
-    @property
-    def num_paths(self) -> int:
-        """Different paths that were seen, shortened ones and the empty one included."""
-        return len(self._counts)
-
     def learn(self, paths: Iterable[Path], choices: Iterable[Choice]) -> None:
         """Count what some tokens chose.
 

@@ -67,10 +67,9 @@ class _Option(NamedTuple):
 class DynamicProgram:
     """Proposes segments for a simulator's model; P is cached by guess and layer kinds."""
 
-    def __init__(self, simulator: Simulator, space: SearchSpace, exact_layers: int = EXACT_LAYERS) -> None:
+    def __init__(self, simulator: Simulator, space: SearchSpace) -> None:
         self._simulator = simulator
         self._space = space
-        self._exact_layers = exact_layers
         saved = simulator.costs.saved_bytes
         self._saved_bytes = {
             kind: [saved(kind, choice.chunk_dim, choice.num_chunks, space.dispatch) for choice in space.choices]
@@ -176,10 +175,10 @@ class DynamicProgram:
         """P of these layers for each choice, in ms."""
         known = self._times.get((guess, kinds))
         if known is None:
-            if len(kinds) <= self._exact_layers:
+            if len(kinds) <= EXACT_LAYERS:
                 known = tuple(self._played_ms(guess, kinds, choice) for choice in self._space.choices)
             else:
-                window = kinds[-self._exact_layers :]
+                window = kinds[-EXACT_LAYERS:]
                 known = tuple(
                     shorter + longer - without
                     for shorter, longer, without in zip(

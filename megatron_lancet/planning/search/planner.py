@@ -235,12 +235,11 @@ class Planner:
             own = space.with_dispatch(dispatch)
             segmentations = list(own.uniform())
             if fast:  # what is slow with one dispatch is not the best with another
-                segmentations = [one for one in segmentations if _without_hop_turns(one) in fast]
+                segmentations = [one for one in segmentations if one in fast]
             self._search_few(own, segmentations)
             seen[dispatch] = self._sorted()
-            in_hops = (one.plan.segments for one in seen[dispatch] if not one.plan.has_tiles)
-            ordered = dict.fromkeys(map(_without_hop_turns, in_hops))
-            fast = list(dict.fromkeys([_without_hop_turns(segmentations[0]), *list(ordered)[:_NUM_RIVALS]]))
+            untiled = dict.fromkeys(one.plan.segments for one in seen[dispatch] if not one.plan.has_tiles)
+            fast = list(dict.fromkeys([segmentations[0], *list(untiled)[:_NUM_RIVALS]]))
         best = {dispatch: alternatives[0] for dispatch, alternatives in seen.items()}
         two, one = best[Dispatch.TWO_HOP], best[space.dispatch if rival is Dispatch.TWO_HOP else rival]
         is_faster = two.prediction.step_ms <= _WORTHWHILE_PART * one.prediction.step_ms
@@ -391,7 +390,3 @@ def _as_in_stock(no_overlap: Plan) -> Plan:
 
 def _segmentation(plan: Plan) -> tuple[object, ...]:
     return plan.segments, plan.is_paired, plan.at_ends.segments
-
-
-def _without_hop_turns(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    return tuple(replace(segment, hop_turns=False) for segment in segments)

@@ -1,10 +1,10 @@
 """The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT, RecordError
+from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import is_evident
 from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
@@ -36,7 +36,7 @@ class Exclusion:
 
     what: str
     reason: str
-    is_evident: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
+    is_evident: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Limits:
         dispatches: what all-to-alls may carry.
         tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
             tiles was profiled. Chunks have tiles only if they must.
-        own_rows: with tiles, when the experts may work on the rows that stay on a rank.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -67,7 +66,6 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
     tiles: tuple[int, ...] | None = None
-    own_rows: tuple[OwnRows, ...] = (OwnRows.HALF, OwnRows.AFTER)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
@@ -81,7 +79,6 @@ class SegmentChoice:
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = 1
-    hop_turns: bool = False
     tiles: int = 0
     own_rows: OwnRows = OwnRows.HALF
 
@@ -93,7 +90,6 @@ class SegmentChoice:
             segment.chunk_dim,
             segment.range,
             segment.chunk_multiple,
-            segment.hop_turns,
             segment.tiles,
             segment.own_rows,
         )
@@ -101,7 +97,7 @@ class SegmentChoice:
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
         cut = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple
-        return Segment(first_layer, last_layer, *cut, self.hop_turns, self.tiles, self.own_rows)
+        return Segment(first_layer, last_layer, *cut, self.tiles, self.own_rows)
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class SearchSpace:
             replace(choice, tiles=number, own_rows=one)
             for choice in dict.fromkeys(choices)
             for number in tiles
-            for one in limits.own_rows
+            for one in OwnRows
             if number and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
@@ -185,11 +181,9 @@ class SearchSpace:
         return space.with_dispatch(dispatch)
 
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
-        """The space of plans with another dispatch; its choices differ where chunks have more to choose."""
-        choices = [choice for choice in self.choices if not choice.hop_turns and not choice.tiles]
-        if dispatch is Dispatch.TWO_HOP:
-            choices += [replace(choice, hop_turns=True) for choice in choices if choice.num_chunks > 1]
-        else:
+        """The space of plans with another dispatch; two hops have no tiles."""
+        choices = [choice for choice in self.choices if not choice.tiles]
+        if dispatch is not Dispatch.TWO_HOP:
             choices = sorted([*choices, *self.tiled], key=_complexity)
         return replace(self, dispatch=dispatch, choices=tuple(choices))
 

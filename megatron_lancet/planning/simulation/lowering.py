@@ -151,7 +151,7 @@ class Lowering:
         pieces, tiles = _WHOLE, _Tiles(segment.tiles, segment.own_rows) if segment.tiles else _NO_TILES
         steps: list[Step] = []
         verbs = [(number, self._verbs(number, kind, segment.num_chunks, dispatch, tiles)) for number, kind in layers]
-        for instruction in program(verbs, segment.num_chunks, segment.range, segment.hop_turns):
+        for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
@@ -193,7 +193,7 @@ class Lowering:
     def _action(
         self, instruction: Instruction, layer: LayerKind, pieces: Pieces, dispatch: Dispatch, tiles: _Tiles
     ) -> Action:
-        verb, number, chunk = instruction
+        verb, number, chunk, _ = instruction
         routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
         layers_back = number - self._model.owner_of_weights(number)
         where = None if routing is None else number

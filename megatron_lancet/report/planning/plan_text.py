@@ -13,7 +13,6 @@ _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
 _RANGES = {
     OverlapRange.EXPERTS: "from dispatch to combine",
     OverlapRange.GATE: "from the router to combine",
-    OverlapRange.LAYER: "layer by layer, attention included",
     OverlapRange.STACK: "through all of them without waiting at a layer's end",
 }
 
@@ -24,7 +23,6 @@ DISPATCHES = {
     Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
 }
 _OWN_ROWS = {
-    OwnRows.BEFORE: "a rank's own before them",
     OwnRows.HALF: "half of a rank's own before them and half behind",
     OwnRows.AFTER: "a rank's own behind them",
 }
@@ -69,20 +67,16 @@ def tiles_in_words(segment: Segment) -> str:
     return f"rows of other ranks in {parts}, {_OWN_ROWS[segment.own_rows]}"
 
 
-def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[LayerGroup]:
-    """Returns the plan's layers in groups.
-
-    Args:
-        num_layers: layers of the model, if the file does not have them; None for those up to the last segment's first.
-    """
+def layer_groups(content: PlanFile) -> list[LayerGroup]:
+    """Returns the plan's layers in groups; without a model's number of layers, up to the last segment's first layer."""
     plan = content.plan
+    end = plan.segments[-1]
+    num_layers = end.last_layer or end.first_layer
     kinds: dict[int, str] = {}
     if content.made_for is not None:
         num_layers = content.made_for.num_layers
         moe = set(parse_ranges(content.made_for.moe_layers))
         kinds = {layer: "MoE" if layer in moe else "dense" for layer in range(1, num_layers + 1)}
-    end = plan.segments[-1]
-    num_layers = num_layers or end.last_layer or end.first_layer
     gaps = _gaps_by_layer(plan)
     groups: dict[tuple[str, Segment, tuple[str, ...]], list[int]] = {}
     for layer in range(1, num_layers + 1):
@@ -140,18 +134,18 @@ def head_lines(content: PlanFile) -> Iterator[str]:
         yield "pairing: each backward runs beside the forward of the next micro-batch"
 
 
-def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str]:
+def plan_lines(content: PlanFile) -> Iterator[str]:
     """Yields the plan of each group of layers, and the prediction."""
     exposed = {one.layer: one.exposed_ms for one in content.prediction.layers} if content.prediction else None
-    for group in layer_groups(content, num_layers):
+    for group in layer_groups(content):
         yield f"{group}: {in_words(group.segment)}"
         for line in group.gaps:
             yield f"    gap {line}"
         if exposed is not None and group.kind != "dense":
             yield "    " + _exposed_in_words([exposed.get(n, 0.0) for n in group.numbers])
     if content.plan.is_paired:
-        yield from _end_lines(content, num_layers)
-    if any("[" in line for group in layer_groups(content, num_layers) for line in group.gaps):
+        yield from _end_lines(content)
+    if any("[" in line for group in layer_groups(content) for line in group.gaps):
         yield LEGEND
     if content.prediction is not None:
         step = content.prediction
@@ -161,7 +155,7 @@ def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str
         )
 
 
-def _end_lines(content: PlanFile, num_layers: int | None) -> Iterator[str]:
+def _end_lines(content: PlanFile) -> Iterator[str]:
     """Yields how the micro-batches at the ends of a paired step run."""
     ends = content.plan.at_ends
     if ends == content.plan.in_middle:
@@ -169,7 +163,7 @@ def _end_lines(content: PlanFile, num_layers: int | None) -> Iterator[str]:
     yield "at the ends of a step, where a forward or a backward has no partner:"
     if ends.dw_window != content.plan.dw_window:
         yield f"    weight gradients: {_dw_in_words(ends)}"
-    for group in layer_groups(replace(content, plan=ends), num_layers):
+    for group in layer_groups(replace(content, plan=ends)):
         yield f"    {group}: {in_words(group.segment)}"
         for line in group.gaps:
             yield f"        gap {line}"

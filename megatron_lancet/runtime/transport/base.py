@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.recorder import Point
 
 
 class Transfer(Protocol):

@@ -9,18 +9,10 @@ the plan's order.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-from megatron_lancet.runtime.collectives import new_groups
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.base import Transport
-from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE
 
 
 @dataclass(frozen=True)
@@ -47,33 +39,3 @@ class Hops:
 
     nodes: Nodes
     by_kind: Mapping[str, Hop]
-
-
-def make_hops(
-    nodes: Nodes,
-    num_holders: int,
-    counts_group: dist.ProcessGroup,
-    device: torch.device,
-    stats: CommStats,
-    timeout: timedelta,
-    key_store: dist.Store | None = None,
-    like: dist.ProcessGroup | None = None,
-) -> Hops:
-    """Makes the connections of two hops. Collective over all ranks of the world.
-
-    Args:
-        num_holders: V.
-        counts_group: the P * V ranks that exchange token counts.
-        timeout: time for which a rank waits for the others; NCCL keeps the group's own.
-        key_store: store by which ranks find out which of them failed; None leaves it unnamed.
-        like: a group whose settings for NCCL the connections get, too; None for NCCL's own.
-    """
-    world_ranks, own = dist.get_process_group_ranks(counts_group), counts_group.rank()
-    by_kind: dict[str, Hop] = {}
-    for kinds, places in zip((BETWEEN_NODES, INSIDE_NODE), nodes.hops_of(own, num_holders), strict=True):
-        ranks = [world_ranks[place] for place in places]
-        (group,) = new_groups(ranks, 1, timeout, like=like)
-        transport = make_transport(group, group, device, stats, timeout)
-        peers = None if key_store is None else Peers(ranks, dist.get_rank(), key_store, timeout, world_ranks)
-        by_kind |= dict.fromkeys(kinds, Hop(transport, group.rank(), peers))
-    return Hops(nodes, by_kind)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.recorder import Point
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 
 

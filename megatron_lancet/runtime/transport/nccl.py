@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair
-from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.recorder import Point
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
-from megatron_lancet.mock.mock_group import BACKEND as MOCK
 from megatron_lancet.model.expert_placement import layers_with_experts, place_experts, places_of
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.planning.load.placement import Placement, contiguous, placement_to_json, read_placement
@@ -20,6 +19,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.training.checkpoint.files import name_of, tracked_step
 from megatron_lancet.training.layer_pattern import layer_kinds, mtp_layer_kinds
+from megatron_lancet.training.platform.launcher import MOCKED
 
 FLAG = "--lancet-expert-placement"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -165,7 +165,7 @@ def apply_placement(stages: Sequence[LanguageModel], placements: Mapping[int, Pl
     for moe in layers_with_experts(stages):
         places_of(moe)
         if moe.number in placements:
-            place_experts(moe, placements[moe.number], moves_weights=dist.get_backend() != MOCK)
+            place_experts(moe, placements[moe.number], moves_weights=dist.get_backend() != MOCKED)
 
 
 def present_placement(stages: Sequence[LanguageModel]) -> dict[int, Placement]:

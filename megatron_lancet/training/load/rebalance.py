@@ -6,6 +6,7 @@ All ranks call everything here at the same steps, and decide by the load and the
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from megatron_lancet.training.load.optimizer_state import tensors_beside
 from megatron_lancet.training.load.placement import check_can_place, present_placement
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.tuning.step_stats import StepTimes, over_ranks, stats_of_rank, step_noise_ms
 
@@ -121,11 +122,11 @@ class Rebalancer:
         if self._num_steps == 0:
             self._rows.take()
         comm = self._comm
-        comm.expert_rows = self._rows.add
+        comm.use(replace(comm.settings, expert_rows=self._rows.add))
         try:
             result = step()
         finally:
-            comm.expert_rows = None
+            comm.use(replace(comm.settings, expert_rows=None))
         self._num_steps += 1
         half = self._interval // 2
         if self._num_steps == half:

@@ -24,12 +24,12 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.support import micro_batch_shape
-from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
+from megatron_lancet.training.saved_tensors import expert_row_bytes
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
 from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_room_bytes
 
@@ -92,12 +92,12 @@ def bound_of_memory(
     return max(1, int(mean_rows + USABLE_SHARE * room_bytes / (row_bytes * (kept + _CHUNKS_AT_WORK))))
 
 
-def most_rows(args: argparse.Namespace) -> int:
+def most_rows(args: argparse.Namespace, config: LancetConfig) -> int:
     """Rows of a micro-batch on a rank to which all tokens go."""
     ranks = args.expert_model_parallel_size
     holders = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     shared_by = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    tokens = math.prod(micro_batch_shape(args)) // shared_by
+    tokens = math.prod(micro_batch_shape(args, config)) // shared_by
     return tokens * ranks * holders * min(args.moe_router_topk, args.num_experts // ranks)
 
 
@@ -107,7 +107,7 @@ class ReceivedRows:
     def __init__(
         self,
         args: argparse.Namespace,
-        limit: int | RowLimitChoice,
+        config: LancetConfig,
         setup: OverlapSetup,
         recorder: StepRecorder,
         device: torch.device,
@@ -117,12 +117,12 @@ class ReceivedRows:
         Args:
             is_settled: returns whether the run has its final plan; the same on all ranks.
         """
-        self._args = args
+        self._args, self._config = args, config
         self._setup = setup
         self._recorder = recorder
         self._device = device
         self._is_settled = is_settled
-        self._is_measured = limit is not RowLimitChoice.AUTO
+        self._is_measured = config.max_received_rows is not RowLimitChoice.AUTO
         self._is_told = False
 
     def observe(self, step: Callable[[], Any]) -> Any:
@@ -155,7 +155,7 @@ class ReceivedRows:
             steps, expert_row_bytes(args), num_micro_batches, min(in_flight, num_micro_batches), room_bytes
         )
         bound = min(rows for rows in from_all_ranks(own) if rows is not None)
-        most = most_rows(args)
+        most = most_rows(args, self._config)
         fits = bound >= most
         self._setup.limit_expert_rows(None if fits else bound)
         if dist.get_rank() != 0:

@@ -19,12 +19,10 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_lancet.config import BinsChoice
+from megatron_lancet.feature import Samples
 from megatron_lancet.model.transformer_block import LayersByPlan
 from megatron_lancet.training.batches.documents import DocumentBatch
 from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
-from megatron_lancet.training.bins.dataset import DocumentDataset
-from megatron_lancet.training.plan.support import has_bins
 
 _TENSOR_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
@@ -63,22 +61,24 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     )
 
 
-def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+def build_datasets(
+    num_samples: list[int], vp_stage: int | None = None, kind: type | None = None
+) -> tuple[Any, Any, Any]:
     """Build the train, validation and test datasets that the arguments name.
 
     Args:
         num_samples: samples to take from the train, validation and test split.
         vp_stage: virtual pipeline stage that reads the datasets.
+        kind: class of the datasets; None for Megatron's GPT datasets.
     """
     args = get_args()
 
     def built_on_this_rank() -> bool:
         # The layers of every stage need the bounds of documents.
         reads_batches = is_first_or_last_pipeline_stage(vp_stage) or args.dataloader_inter_document_masking
-        reads_batches = reads_batches or has_bins(args)
         return reads_batches and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    dataset = DocumentDataset if has_bins(args) else MockGPTDataset if args.mock_data else GPTDataset
+    dataset = kind or (MockGPTDataset if args.mock_data else GPTDataset)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_on_this_rank, _dataset_config(args)).build()
 
 
@@ -86,10 +86,19 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def builder_of(samples: Samples | None) -> Callable[..., tuple[Any, Any, Any]]:
+    """:func:`build_datasets` for samples of another kind; None for Megatron's."""
+    if samples is None:
+        return build_datasets
+    build = partial(build_datasets, kind=samples.dataset)
+    build.is_distributed = True  # type: ignore[attr-defined]
+    return build
+
+
 def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None] | DocumentBatch:
     """Fetch this rank's share of the next micro-batch: tensors [B, S], None for those that its stage does not read."""
     args = get_args()
-    if args.dataloader_inter_document_masking or has_bins(args):
+    if args.dataloader_inter_document_masking:
         names = tensors_of_stage(vp_stage, predicts_further=args.mtp_num_layers is not None)
         return next_documents(data_iterator, names, args.sequence_parallel)
     if not is_first_or_last_pipeline_stage(vp_stage):
@@ -153,14 +162,14 @@ def forward_step(
     model: torch.nn.Module,
     *,
     return_schedule_plan: bool = False,
-    bins: BinsChoice | None = None,
+    by_document: bool = False,
 ) -> tuple[torch.Tensor | AbstractSchedulePlan, Callable[[torch.Tensor], Any]]:
     """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
 
     Args:
         return_schedule_plan: set by Megatron's own overlap (``--overlap-moe-expert-parallel-comm``). The step then
             runs nothing and returns Megatron's schedule of the micro-batch instead of the output.
-        bins: how documents were dealt to micro-batches; None for samples of one length.
+        by_document: whether each document is a sequence of the routers' balancing losses; otherwise each sample is.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -170,10 +179,9 @@ def forward_step(
     if isinstance(batch, DocumentBatch):
         if torch.is_grad_enabled():
             update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
-        if bins is not BinsChoice.PADDED:  # padded documents are ordinary samples
-            is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
-            batch = batch if is_ours else batch.end_to_end
-            further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=bins is not None)
+        is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
+        batch = batch if is_ours else batch.end_to_end
+        further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=by_document)
         batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
     run = cast(Any, model).build_schedule_plan if return_schedule_plan else model

@@ -11,7 +11,6 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.training import arguments, training
 from megatron.training.utils import common_utils
 
-from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
 from megatron_lancet.patching import around
 
 
@@ -50,3 +49,19 @@ def loopback_counts() -> AbstractContextManager[None]:
         return counts_of_all_ranks(input_, group.rank(), group.size())
 
     return around(token_dispatcher, "gather_from_sequence_parallel_region", gather)
+
+
+def counts_of_all_ranks(own_counts: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Counts of all ranks of a loopback, where all-to-alls return what was sent.
+
+    Rank j routes like this rank, shifted by j - rank ranks: it then sends to rank i what i sends to it.
+
+    Args:
+        own_counts: [E], rows for each expert of all ranks.
+
+    Returns:
+        [P * E], rank j's counts from j * E on.
+    """
+    by_peer = own_counts.view(num_ranks, -1)
+    ranks = torch.arange(num_ranks, device=own_counts.device)
+    return by_peer[(ranks[:, None] + ranks[None, :] - rank) % num_ranks].reshape(-1)

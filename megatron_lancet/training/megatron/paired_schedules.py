@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage, is_vp_last_s
 
 from megatron_lancet.model.gpt import LanguageModel, num_forward_waits
 from megatron_lancet.patching import around
-from megatron_lancet.runtime.pairing import MicroBatch, Pairing
+from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
 
 ASKED_BY = "overlap_moe_expert_parallel_comm"
 """Field of Megatron's configuration of a model that selects these schedules. Our layers do not read it."""

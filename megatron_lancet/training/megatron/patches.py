@@ -19,7 +19,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
@@ -27,10 +26,10 @@ from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
-from megatron_lancet.model.mtp import shifted_in_documents
 from megatron_lancet.model.recompute import make_checkpoint
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.training.batches.shifted_tokens import shifted_in_documents
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
 EXPERT_GROUPS = ("ep", "tp_ep_mp")
@@ -200,22 +199,6 @@ def padding_mask_of_losses() -> AbstractContextManager[None]:
     return around(GPTModel, "forward", forward)
 
 
-def forward_backward_hook(hook: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Lets ``hook`` run the forward and backward passes of each training step, between zeroing and using gradients.
-
-    Args:
-        hook: receives Megatron's function, and its arguments as keywords; returns its result.
-    """
-
-    def train_step(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(stock).bind(*args, **kwargs)
-        run = call.arguments["forward_backward_func"]
-        call.arguments["forward_backward_func"] = functools.partial(hook, run)
-        return stock(*call.args, **call.kwargs)
-
-    return around(training, "train_step", train_step)
-
-
 def optimizer_of_steps(take: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Calls ``take`` with the optimizer of each training step, before the step."""
 
@@ -255,11 +238,6 @@ def data_loaders(wrap: Callable[[Any, bool], Any]) -> AbstractContextManager[Non
         return wrap(loader, split in (Split.valid, Split.test))
 
     return around(training, "build_pretraining_data_loader", build)
-
-
-def unvalidated_results() -> AbstractContextManager[None]:
-    """Inside the context Megatron's rerun machine sees no results: those of a pass that the step does not use."""
-    return replaced(RerunStateMachine, "validate_result", lambda self, *args, **kwargs: None)
 
 
 def training_loop_hooks(

@@ -126,7 +126,7 @@ _TRAINING: tuple[Seam, ...] = (
     (training, "train", ()),
     (training, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
     (training, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
-    (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
+    (training, "train_step", ("forward_step_func", "data_iterator", "model")),
     (GPTModel, "forward", ("loss_mask", "padding_mask")),
     (
         GPTModel,
@@ -138,7 +138,6 @@ _TRAINING: tuple[Seam, ...] = (
     (mapping, "apply_factories", ("sharded_state_dict",)),
     (RerunStateMachine, "validate_result", ()),
     (MoEMetricsTracker, "report", ("track_names",)),
-    (DistributedDataParallel, "zero_grad_buffer", ()),
     (training, "get_signal_handler", ()),
     (training, "is_last_rank", ()),
     (common_utils, "is_last_rank", ()),

@@ -1,11 +1,13 @@
 """The report at the end of a run, and the files of ``--lancet-report``."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_lancet.feature import ActiveFeature
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
@@ -14,11 +16,8 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.views import write_views
-from megatron_lancet.report.wire_error import WireError
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.observe.cause_watch import CauseWatch
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -37,8 +36,7 @@ def report_overlap(
     traced: TracedSteps | None = None,
     tuner: AutoTune | None = None,
     maker: ProfilingPlanMaker | None = None,
-    wire_error: WireError | None = None,
-    watch: CauseWatch | None = None,
+    features: Sequence[ActiveFeature] = (),
 ) -> None:
     """Report a run that overlaps. Collective over all ranks; rank 0 prints and writes.
 
@@ -47,8 +45,7 @@ def report_overlap(
         traced: the traced steps; None if no step was traced.
         tuner: the tuner that has found the plan; None if the plan was given.
         maker: holds the profile with which the plan was made; None if the plan was given.
-        wire_error: how far a narrow wire moved the gradients of a step; None for the exact one.
-        watch: has found the causes of waits in steps of the run; None if it was not asked to.
+        features: those of the run, with keys, lines and files of their own.
     """
     profile = maker.profile if maker is not None else None
     timelines = traced.gather(str(setup.plan)) if traced is not None else None
@@ -56,14 +53,14 @@ def report_overlap(
     if timelines is not None:
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    causes = list(watch.found) if watch is not None else []
-    if not causes and traced is not None and (of_traced := traced.causes()) is not None:
-        causes = [of_traced]
     summary = tuner.summary() if tuner is not None else None
-    recorder.report(setup.plan, folder, summary, table, setup.wire, wire_error, causes, setup.max_expert_rows)
+    recorder.report(setup.plan, folder, summary, table, setup.wire, setup.max_expert_rows)
     if folder is not None and dist.get_rank() == 0:
-        for path in _write(folder, setup.plan, profile, timelines):
+        for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")
+        for feature in features:
+            for path in feature.write(folder, timelines):
+                say(f"                     {path}")
 
 
 def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:
@@ -79,7 +76,7 @@ def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None
     return replace(record, predicted=predicted, reasons=reasons)
 
 
-def _write(folder: Path, plan: Plan, profile: Profile | None, timelines: TimelineRecord | None) -> list[Path]:
+def _write(folder: Path, plan: Plan, profile: Profile | None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     content = PlanFile(plan)
@@ -88,4 +85,4 @@ def _write(folder: Path, plan: Plan, profile: Profile | None, timelines: Timelin
         with suppress(RecordError):  # as above
             content = record_of(profile, plan)
     write_plan_file(folder / PLAN_FILE, content)
-    return [*written, folder / PLAN_FILE, *(write_views(timelines, folder) if timelines is not None else ())]
+    return [*written, folder / PLAN_FILE]

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from megatron_lancet.planning.causes.attribution import StepCauses
 from megatron_lancet.report.summary import StepRecord
 
 PREFIX = "lancet/"
@@ -14,19 +13,6 @@ class ScalarWriter(Protocol):
     """The method of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-
-def write_cause_scalars(writer: ScalarWriter | None, iteration: int, causes: StepCauses) -> None:
-    """Write the causes of a traced step's waits in ms, mean over ranks, under ``lancet/exposed_by_cause/``.
-
-    Args:
-        writer: as for :func:`write_scalars`.
-        iteration: likewise.
-    """
-    if writer is None:
-        return
-    for name, ms in causes.by_name().items():
-        writer.add_scalar(f"{PREFIX}exposed_by_cause/{name}_ms", ms, iteration)
 
 
 def write_scalars(writer: ScalarWriter | None, iteration: int, record: StepRecord) -> None:

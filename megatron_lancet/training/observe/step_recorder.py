@@ -11,22 +11,18 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.feature import ActiveFeature
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import (
-    BINS,
     StepRecord,
     as_text,
     rank_medians,
     summarise,
-    tokens_per_second,
     write_json,
 )
-from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.bins.setup import Bins
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -40,14 +36,12 @@ class _OpenStep(NamedTuple):
     Attributes:
         duration: on CUDA the events at its begin and end, elsewhere milliseconds.
         iteration: number of the step, from 1.
-        left_out: duration of what ran inside the step and is no part of it; None if nothing did.
     """
 
     duration: EventPair | float
     num_tokens: int
     times: OpenTimes
     iteration: int
-    left_out: EventPair | float | None
 
 
 class StepRecorder:
@@ -67,15 +61,18 @@ class StepRecorder:
         device: torch.device,
         stats: CommStats,
         num_kept: int,
-        bins: Bins | None = None,
+        features: Sequence[ActiveFeature] = (),
     ) -> None:
+        """
+        Args:
+            features: those of the run, with keys and lines of their own; read when a step has run.
+        """
         self._args = args
-        self._bins = bins
+        self._features = features
         self._device = device
         self._stats = stats
         self._records: list[StepRecord] = []
         self._open: _OpenStep | None = None
-        self._left_out: EventPair | float | None = None
         self.num_done = 0
         self._first = 0
         self._num_kept = max(_MIN_KEPT, num_kept)
@@ -85,6 +82,11 @@ class StepRecorder:
         """Records of the last steps, at least ``num_kept`` of them, the newest last. Waits for the device."""
         self._read()
         return self._records
+
+    @property
+    def reported(self) -> list[StepRecord]:
+        """Records of the steps under the present plan; all records if it has changed after the last step."""
+        return self.records[self._first :] or self._records
 
     @property
     def _num_recorded(self) -> int:
@@ -109,8 +111,7 @@ class StepRecorder:
         self._stats.close()  # drops what evaluation and checkpoints have sent since the last step
         result, duration = self._timed(step)
         self._read()
-        self._open = _OpenStep(duration, self._num_tokens(), self._stats.close(), self.iteration, self._left_out)
-        self._left_out = None
+        self._open = _OpenStep(duration, self._num_tokens(), self._stats.close(), self.iteration)
         self.num_done += 1
         if not isinstance(duration, EventPair):
             self._read()
@@ -118,16 +119,11 @@ class StepRecorder:
 
     def _num_tokens(self) -> int:
         """Tokens of the step that has just run, without padding where samples have different lengths."""
-        if self._bins is not None:
-            return self._bins.figures.num_tokens_of_last_step
+        for feature in self._features:
+            if (num_tokens := feature.num_tokens()) is not None:
+                return num_tokens
         args = self._args
         return int(args.micro_batch_size * args.data_parallel_size * get_num_microbatches() * args.seq_length)
-
-    def leave_out(self, run: Callable[[], Any]) -> Any:
-        """Run something at the begin of a step that is no part of it: its time and messages are not the step's."""
-        result, self._left_out = self._timed(run)
-        self._stats.close()
-        return result
 
     def _timed(self, step: Callable[[], Any]) -> tuple[Any, EventPair | float]:
         if self._device.type == "cuda":
@@ -142,13 +138,11 @@ class StepRecorder:
         """Records the last step if that has not been done, and writes its scalars."""
         if self._open is None:
             return
-        duration, num_tokens, times, iteration, left_out = self._open
+        duration, num_tokens, times, iteration = self._open
         self._open = None
         if isinstance(duration, EventPair):
             duration.end.synchronize()
             duration = duration.elapsed_ms()
-        if left_out is not None:
-            duration -= left_out.elapsed_ms() if isinstance(left_out, EventPair) else left_out
         self._records.append(StepRecord(duration, num_tokens, times.read()))
         surplus = len(self._records) - self._num_kept
         if surplus > self._num_kept:
@@ -164,8 +158,6 @@ class StepRecorder:
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
         wire: Wire = Wire.EXACT,
-        wire_error: WireError | None = None,
-        causes: Sequence[CausesOfStep] = (),
         max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
@@ -176,8 +168,6 @@ class StepRecorder:
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
             wire: number format of hidden states in messages.
-            wire_error: how far it moved the gradients of a step; None for the exact format.
-            causes: causes of the waits of traced steps, the newest last.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
@@ -189,6 +179,7 @@ class StepRecorder:
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
+        found = [feature.summary() for feature in self._features]
         if dist.get_rank() != 0:
             return
         report = summarise(
@@ -198,14 +189,13 @@ class StepRecorder:
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
-            wire_error=wire_error,
-            causes=causes,
             max_expert_rows=max_expert_rows,
         )
         if tuning is not None:
             report["tuning"] = tuning
-        if self._bins is not None:
-            report |= {"real_tokens_per_second": tokens_per_second(records[self._first :]), BINS: self._bins.summary()}
-        say(as_text(report))
+        for summary in found:
+            report |= summary
+        lines = [line for feature in self._features for line in feature.lines(report)]
+        say("\n".join([as_text(report), *(f"  {line}" for line in lines)]))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")

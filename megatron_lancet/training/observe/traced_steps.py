@@ -7,13 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.report.causes import CausesOfStep
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.runtime.trace import StepTrace
+from megatron_lancet.report.timeline_record import TimelineRecord
+from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import RankTimeline
-from megatron_lancet.training.observe.cause_watch import gathered_causes
-from megatron_lancet.training.observe.step_causes import traced_rank, traced_step
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS, plan_without_overlap
@@ -22,10 +19,26 @@ MAX_RANKS = 16
 """Maximum number of lanes that are readable: a larger world shows only ranks of rank 0's expert-parallel group."""
 
 
+def traced_step(setup: OverlapSetup, device: torch.device, step: Callable[[], Any]) -> tuple[Any, StepTrace]:
+    """Runs a training step and traces it on this rank."""
+    comm = setup.stages[0].decoder.comm
+    trace = Trace(device, dist.get_rank())
+    comm.record_to(trace)
+    trace.begin_step()
+    try:
+        return step(), trace.end_step()
+    finally:
+        comm.record_to(None)
+
+
 class TracedSteps:
     """Traces a step in the warm-up of a run that starts without overlap, and one under each final plan.
 
     A traced step is a little slower than others. Medians over the steps don't change with it.
+
+    Attributes:
+        last: the step under the newest plan; None before it was traced.
+        iteration: its number.
     """
 
     def __init__(
@@ -40,9 +53,9 @@ class TracedSteps:
         self._device = device
         self._is_settled = is_settled
         self._before: StepTrace | None = None
-        self._now: StepTrace | None = None
+        self.last: StepTrace | None = None
         self._plan: Plan | None = None
-        self._step = 0
+        self.iteration = 0
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""
@@ -50,26 +63,20 @@ class TracedSteps:
         if self._is_settled():
             if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == plan:
                 return step()
-            result, self._now = traced_step(self._setup, self._device, step)
-            self._plan, self._step = plan, self._recorder.iteration
+            result, self.last = traced_step(self._setup, self._device, step)
+            self._plan, self.iteration = plan, self._recorder.iteration
             return result
         if self._before is None and num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
             result, self._before = traced_step(self._setup, self._device, step)
             return result
         return step()
 
-    def causes(self) -> CausesOfStep | None:
-        """Causes of the waits of the traced step; None where no step was traced. Collective over all ranks."""
-        if self._now is None:
-            return None
-        return gathered_causes(self._setup, self._device, self._step, traced_rank(self._now, self._device))
-
     def gather(self, title: str) -> TimelineRecord | None:
         """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks."""
         groups: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]
-        own = (_timeline(self._before), _timeline(self._now)) if dist.get_rank() in shown else (None, None)
+        own = (_timeline(self._before), _timeline(self.last)) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
         # By rank: in a mocked world every entry is that of rank 0.

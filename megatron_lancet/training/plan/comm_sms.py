@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 
 FLAG = "--lancet-comm-sms"
-_NCCL, _MOCK = "nccl", "mock"
+_NCCL = "nccl"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 """Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
 
@@ -43,26 +44,26 @@ def _obstacles(args: argparse.Namespace, num_sms: int, plan: Plan | None, device
             "this run has stock Megatron modules: it was given --lancet-plan off or has no expert parallelism "
             f"(--expert-model-parallel-size is {args.expert_model_parallel_size}). Drop one of the two."
         )
-    is_mocked = args.distributed_backend == _MOCK
-    if args.distributed_backend not in (_NCCL, _MOCK):
+    mocked = is_mocked(args)
+    if args.distributed_backend not in (_NCCL, MOCKED):
         yield (
             f"it bounds kernels of NCCL, and --distributed-backend is {args.distributed_backend}, whose messages take "
             "no SMs. Drop the flag."
         )
-    if is_mocked and device is not None and device.type != "cuda":
+    if mocked and device is not None and device.type != "cuda":
         yield "messages of a mocked world take SMs on a GPU only, and this run is on a CPU. Drop the flag."
     if num_sms & (num_sms - 1):
         yield (
             "NCCL rounds the SMs of an all-to-all up to a power of two, "
             f"{1 << num_sms.bit_length()} here. Pass {1 << num_sms.bit_length() - 1} or {1 << num_sms.bit_length()}."
         )
-    if not is_mocked:
+    if not mocked:
         yield from _obstacles_of_the_environment(num_sms)
     if device is not None and device.type == "cuda":
         num_device_sms = torch.cuda.get_device_properties(device).multi_processor_count
         if num_sms > num_device_sms:
             yield f"the GPU has {num_device_sms} SMs. Pass fewer, or drop the flag."
-        if not is_mocked:
+        if not mocked:
             yield from _obstacles_of_torch()
 
 

@@ -12,12 +12,12 @@ from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
 from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Dispatch, OwnRows, Plan
+from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
 FLAG = "--lancet-dispatch"
-TILES_FLAG, OWN_ROWS_FLAG = "--lancet-tiles", "--lancet-own-rows"
+TILES_FLAG = "--lancet-tiles"
 DEDUPLICATING_DISPATCHER = "flex"
 """Megatron's name for the dispatchers (DeepEP, HybridEP) that send a token once to a rank and once to a node."""
 _ASKED = "lancet_dedup_asked"
@@ -153,30 +153,22 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
             f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
             f"{blocker.advice}."
         )
-    if config.own_rows is not None and (config.tiles == 0 or blocker is not None):
-        why = f"{TILES_FLAG} 0 asks for none" if blocker is None else blocker.reason
-        raise UsageError(f"{OWN_ROWS_FLAG} {config.own_rows} is for rows that go in tiles, but {why}. Drop the flag.")
     if config.tiles is not None:
         return (config.tiles,), []
     return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
 
 
-def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[int, OwnRows]:
-    """The tiles of a plan that is made without measurements, and when it works on rows that stay on a rank.
+def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> int:
+    """The number of tiles of a plan that is made without measurements.
 
     Args:
         args: Megatron's arguments, validated or not.
 
     Raises:
-        UsageError: the user asks for tiles, and the run can't have any; or only for what tiles have.
+        UsageError: the user asks for tiles, and the run can't have any.
     """
     allowed_tiles(args, config)
-    if config.own_rows is not None and config.tiles is None and config.num_chunks is not None:
-        raise UsageError(
-            f"{OWN_ROWS_FLAG} {config.own_rows} is for rows that go in tiles, and with --lancet-num-chunks "
-            f"{config.num_chunks} there are none by default. Pass {TILES_FLAG} N, or drop the flag."
-        )
-    return (config.tiles, config.own_rows or OwnRows.HALF) if config.tiles else (0, OwnRows.HALF)
+    return config.tiles or 0
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:

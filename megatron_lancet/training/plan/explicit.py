@@ -37,7 +37,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         raise UsageError(f"{flag} {value} contradicts --lancet-plan {path}: the file sets it. Drop one of the two.")
     try:
         content = read_plan_file(path)
-        check_fits(content, model_of_run(args), str(path))
+        check_fits(content, model_of_run(args, config), str(path))
     except RecordError as error:
         raise UsageError(f"--lancet-plan {error}.") from error
     if not has_all_to_alls(args):
@@ -66,9 +66,9 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
     return content.plan
 
 
-def model_of_run(args: argparse.Namespace) -> MadeFor:
+def model_of_run(args: argparse.Namespace, config: LancetConfig) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    samples, positions = micro_batch_shape(args)
+    samples, positions = micro_batch_shape(args, config)
     num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
     kinds += kinds[-1:] * num_mtp  # like the last layer
     moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
@@ -106,7 +106,7 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
     """Reasons why the run can't cut its micro-batches as a segment asks, each with what to change."""
     if segment.num_chunks == 1:
         return
-    along = chunked_dim(args, segment.chunk_dim)
+    along = chunked_dim(args, config, segment.chunk_dim)
     fitting = most_chunks(along.size, segment.chunk_multiple)
     if segment.num_chunks > fitting:
         most = f"{fitting} chunk" + "s" * (fitting > 1)

@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
 from megatron_lancet.training.plan.pairing import allowed_pairing
-from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, has_bins, micro_batch_shape
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, micro_batch_shape, own_samples
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class ChunkedDim:
         return most_chunks(self.size, self.multiple)
 
 
-def chunked_dim(args: argparse.Namespace, dim: ChunkDim) -> ChunkedDim:
+def chunked_dim(args: argparse.Namespace, config: LancetConfig, dim: ChunkDim) -> ChunkedDim:
     """How a run's micro-batches can be cut along ``dim``."""
-    samples, whole = micro_batch_shape(args)
+    samples, whole = micro_batch_shape(args, config)
     positions = whole // args.context_parallel_size
     if dim is ChunkDim.BATCH:
         size, other, units = samples, positions, "samples"
-        flag = "with --lancet-bins the number of samples" if has_bins(args) else "--micro-batch-size"
+        others = own_samples(args, config)
+        flag = "--micro-batch-size" if others is None else others.number_set_by
     else:
         size, other, flag, units = positions, samples, "--seq-length", "positions"
         flag += " / --context-parallel-size" if args.context_parallel_size > 1 else ""
@@ -123,17 +124,18 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     exact = [one for one in ranges if blockers[one] is None]
     if ChunkDim.SEQUENCE in dims and len(exact) < len(ranges):
         blocker = next(found for found in blockers.values() if found is not None)
-        is_whole_batch = chunked_dim(args, ChunkDim.BATCH).most_chunks == 1
+        is_whole_batch = chunked_dim(args, config, ChunkDim.BATCH).most_chunks == 1
         if exact and (config.chunk_dim is ChunkDim.SEQUENCE or is_whole_batch):
-            others = " and ".join(one for one in ranges if one not in exact)
-            excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
+            excluded.append(
+                Exclusion(f"range={OverlapRange.STACK}", f"sequence chunks do not work there with {blocker}")
+            )
             ranges = exact
         elif config.chunk_dim is ChunkDim.SEQUENCE:
             raise sequence_refusal(blocker)
         else:
             excluded.append(Exclusion("sequence chunks", f"they do not work with {blocker}"))
             dims = [ChunkDim.BATCH]
-    reasons = {dim: chunked_dim(args, dim).why for dim in dims}
+    reasons = {dim: chunked_dim(args, config, dim).why for dim in dims}
     excluded += [Exclusion(f"other sizes of chunks along {dim}", why) for dim, why in reasons.items() if why]
     pairing, not_paired = allowed_pairing(args, config)
     dispatches, not_deduplicated = allowed_dispatches(args, config)
@@ -146,7 +148,6 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         pairing=pairing,
         dispatches=dispatches,
         tiles=tiles,
-        own_rows=Limits.own_rows if config.own_rows is None else (config.own_rows,),
         dw_memory_bytes=config.dw_memory_bytes,
         excluded=(*excluded, *not_paired, *not_deduplicated, *not_tiled),
     )

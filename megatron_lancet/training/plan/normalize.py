@@ -7,7 +7,7 @@ another version of Megatron or for many layouts.
 
 import argparse
 
-from megatron_lancet.config import BinsChoice, LancetConfig
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 
 _LEARNED_POSITIONS = "learned_absolute"
@@ -37,9 +37,8 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             "--cross-entropy-fusion-impl is native instead of te: this Megatron does not trust Transformer Engine's, "
             "and both compute the same loss"
         )
-    if config.bins not in (None, BinsChoice.PADDED) and not args.dataloader_inter_document_masking:
-        args.dataloader_inter_document_masking = True
-        lines.append(f"--dataloader-inter-document-masking is on: --lancet-bins {config.bins} packs documents")
+    for feature in config.features:
+        lines += feature.normalize(args, config)
     if args.dataloader_inter_document_masking and args.reset_attention_mask:
         args.reset_attention_mask = False
         lines.append(

@@ -8,11 +8,9 @@ from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice,
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.batches.limits import check_documents
-from megatron_lancet.training.bins.limits import check_bins
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
 from megatron_lancet.training.plan.dispatch import (
-    OWN_ROWS_FLAG,
     TILES_FLAG,
     dispatch_of_fixed_plan,
     nodes_of,
@@ -29,7 +27,7 @@ from megatron_lancet.training.plan.limits import (
 )
 from megatron_lancet.training.plan.pairing import FLAG as PAIRING_FLAG
 from megatron_lancet.training.plan.pairing import pairs_fixed_plan
-from megatron_lancet.training.plan.support import has_all_to_alls, has_bins, overlap_blockers, refuse_unsupported
+from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, own_samples, refuse_unsupported
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
 _DEFAULT_NUM_CHUNKS = 2
@@ -46,7 +44,6 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
     """
     check_attention(args, config)
     check_documents(args, config)
-    check_bins(args, config)
     ranks_per_node(args, config)  # refuses a wrong number, also where no message depends on it
     if isinstance(config.plan, Path):
         plan = plan_from_file(config.plan, args, config)
@@ -92,8 +89,6 @@ def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
         yield f"{DISPATCH_FLAG} {config.dispatch}"
     if config.tiles:
         yield f"{TILES_FLAG} {config.tiles}"
-    if config.own_rows is not None:
-        yield f"{OWN_ROWS_FLAG} {config.own_rows}"
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -106,7 +101,7 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
     blockers = list(sequence_blockers(args, config, overlap_range))
     num_chunks, dim = _chunks(args, config, blockers)
-    along = chunked_dim(args, dim)
+    along = chunked_dim(args, config, dim)
     if num_chunks == 1 and config.num_chunks is None:
         notes += _why_whole(along, blockers, dim)
     elif num_chunks > 1 and along.multiple > 1:
@@ -119,10 +114,8 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         )
     multiple = along.multiple if num_chunks > 1 else 1
     dispatch, why_plain = dispatch_of_fixed_plan(args, config)
-    tiles, own_rows = tiles_of_fixed_plan(args, config)
-    plan = fixed_plan(
-        num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles, own_rows
-    )
+    tiles = tiles_of_fixed_plan(args, config)
+    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles)
     is_paired, why_not = pairs_fixed_plan(args, config)
     return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
@@ -144,15 +137,15 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     """
     num_chunks, dim = config.num_chunks or _DEFAULT_NUM_CHUNKS, config.chunk_dim
     if dim is None:
-        fits = num_chunks <= chunked_dim(args, ChunkDim.BATCH).most_chunks
+        fits = num_chunks <= chunked_dim(args, config, ChunkDim.BATCH).most_chunks
         dim = ChunkDim.BATCH if fits or blockers else ChunkDim.SEQUENCE
     elif dim is ChunkDim.SEQUENCE and num_chunks > 1 and blockers:
         raise sequence_refusal(blockers[0])
-    along = chunked_dim(args, dim)
+    along = chunked_dim(args, config, dim)
     if config.num_chunks is None:
         return min(num_chunks, along.most_chunks), dim
     if num_chunks > along.most_chunks:
-        larger = "" if has_bins(args) else ", a larger micro-batch"
+        larger = ", a larger micro-batch" if own_samples(args, config) is None else ""
         why_not = f" (sequence chunks do not work with {blockers[0]})" if blockers else ""
         raise UsageError(
             f"--lancet-num-chunks {num_chunks} is more than the micro-batch can be cut into along the {dim} "
@@ -188,7 +181,7 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
     if config.plan is not PlanChoice.AUTO or config.num_chunks is not None or config.profile is not None:
         return False
     limits = planning_limits(args, config)
-    can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    may_tile = limits.tiles is None or (len(limits.own_rows) > 1 and any(limits.tiles))
+    can_be_cut = any(chunked_dim(args, config, dim).most_chunks > 1 for dim in limits.chunk_dims)
+    may_tile = limits.tiles is None or any(limits.tiles)
     has_choice = can_be_cut or may_tile or True in limits.pairing or len(limits.dispatches) > 1
     return has_choice or limits.dw_policies != (DwPolicy.NONE,)

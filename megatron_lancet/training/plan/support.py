@@ -13,6 +13,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Samples
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
@@ -315,19 +316,16 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
 
 
-def has_bins(args: argparse.Namespace) -> bool:
-    """Whether samples are documents that are dealt to bins; Megatron's own script does not know the flag."""
-    return getattr(args, "lancet_bins", "off") != "off"
+def own_samples(args: argparse.Namespace, config: LancetConfig) -> Samples | None:
+    """Samples of another kind, if a feature has them; None for Megatron's."""
+    found = (feature.samples(args, config) for feature in config.features)
+    return next((samples for samples in found if samples is not None), None)
 
 
-def micro_batch_shape(args: argparse.Namespace) -> tuple[int, int]:
-    """Samples of a micro-batch and positions of each; of bins one sample, as long as it may be.
-
-    A padded bin may have more samples, all of which are cut at the same positions.
-    """
-    if has_bins(args):
-        return 1, args.lancet_bins_max_tokens or args.seq_length
-    return args.micro_batch_size, args.seq_length
+def micro_batch_shape(args: argparse.Namespace, config: LancetConfig) -> tuple[int, int]:
+    """Samples of a micro-batch and positions of each, at most."""
+    samples = own_samples(args, config)
+    return (args.micro_batch_size, args.seq_length) if samples is None else (samples.num_samples, samples.num_positions)
 
 
 def has_all_to_alls(args: argparse.Namespace) -> bool:
@@ -360,8 +358,8 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
         or config.comm_sms is not None
         or config.wire is not Wire.EXACT
         or config.max_received_rows is not None
-        or config.locality_loss_coeff > 0
         or config.places_experts
+        or any(feature.needs_plan(config) for feature in config.features)
     )
     wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:

@@ -2,8 +2,6 @@
 
 import argparse
 
-import torch
-
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import Plan
@@ -35,9 +33,6 @@ def choose_wire(args: argparse.Namespace, config: LancetConfig, plan: Plan | Non
             f"{flag} narrows the messages of the overlapping block, but this run has stock Megatron modules, whose "
             "all-to-alls stay as they are. Drop it, or --lancet-plan off."
         )
-    if config.wire is Wire.BF16 and args.params_dtype.itemsize <= torch.bfloat16.itemsize:
-        given = "--fp16" if args.params_dtype is torch.float16 else "--bf16"
-        raise UsageError(f"{flag} would change nothing: with {given} hidden states have 16 bits. Drop it, or pass fp8.")
     return config.wire
 
 

@@ -12,7 +12,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
-from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.platform.launcher import is_mocked
 
 _CPU_SETTINGS = {
     "no_persist_layer_norm": True,

@@ -6,11 +6,17 @@ import re
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.mock_group import BACKEND as MOCK
 
 FLAG = "--lancet-ranks-per-node"
+MOCKED = "mock"
+"""Value of Megatron's ``--distributed-backend`` with which one process plays all ranks; ``testkit/mock`` has it."""
 _TASKS_PER_NODE = re.compile(r"(\d+)(\(x\d+\))?")
 """How SLURM writes equally many tasks on each node: ``8``, or ``8(x2)`` for two nodes."""
+
+
+def is_mocked(args: argparse.Namespace) -> bool:
+    """Whether the run asks for a mocked world."""
+    return bool(args.distributed_backend == MOCKED)
 
 
 def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None:
@@ -30,7 +36,7 @@ def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None
             )
         return config.ranks_per_node
     # A mocked world and a dry run are one process, for ranks that nobody has launched.
-    if args.distributed_backend == MOCK or args.world_size != _number("WORLD_SIZE"):
+    if is_mocked(args) or args.world_size != _number("WORLD_SIZE"):
         return None
     of_torchrun = _number("LOCAL_WORLD_SIZE")
     number = of_torchrun if of_torchrun is not None else _tasks_per_node(args.world_size)

@@ -26,5 +26,5 @@ def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | 
 
 def num_tuning_steps(args: argparse.Namespace, config: LancetConfig) -> int:
     """Training steps until a tuned plan is verified, without a cached profile."""
-    plans = plans_within(args, planning_limits(args, config))
+    plans = plans_within(args, config, planning_limits(args, config))
     return TuningController(config.tune_steps).num_steps_to_plan(num_profile_steps(plans))

@@ -12,7 +12,7 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import Plan
 
 USABLE_SHARE = 0.9

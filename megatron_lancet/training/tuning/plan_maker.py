@@ -62,7 +62,7 @@ class ProfilingPlanMaker:
         self._device = device
         self._note = note
         self._limits = planning_limits(args, config)
-        self._plans = plans_within(args, self._limits)
+        self._plans = plans_within(args, config, self._limits)
         self._cache_dir = config.cache_dir
         self._reduction = reduction_of(args, config)
         self._key: ProfileKey | None = None

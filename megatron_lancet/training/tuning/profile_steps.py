@@ -25,7 +25,7 @@ def profiled_model(
     args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
 ) -> ProfiledModel:
     """Describes the model that Megatron has built and its batch to the profiler."""
-    samples, positions = micro_batch_shape(args)
+    samples, positions = micro_batch_shape(args, config)
     return ProfiledModel(
         stages=setup.stages,
         device=device,
@@ -36,9 +36,9 @@ def profiled_model(
     )
 
 
-def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
+def plans_within(args: argparse.Namespace, config: LancetConfig, limits: Limits) -> list[Plan]:
     """Plans to profile for a planner with these limits."""
-    samples, positions = micro_batch_shape(args)
+    samples, positions = micro_batch_shape(args, config)
     plans = plans_to_profile(
         samples,
         positions // args.context_parallel_size,

@@ -37,7 +37,7 @@ def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan
         raise UsageError(f"{_FLAG}: no such folder: {config.profile.parent}")
     if args.save or args.load:
         raise UsageError(f"{_FLAG} ends the run after some steps and keeps no weights: drop --save and --load.")
-    num_steps = num_profile_steps(plans_within(args, planning_limits(args, config)))
+    num_steps = num_profile_steps(plans_within(args, config, planning_limits(args, config)))
     if args.train_iters is None or args.train_iters < num_steps:
         raise UsageError(f"{_FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {args.train_iters}.")
 
@@ -52,7 +52,7 @@ class ProfileToFile:
         self._config = config
         self._setup = setup
         self._device = device
-        self._plans = plans_within(args, planning_limits(args, config))
+        self._plans = plans_within(args, config, planning_limits(args, config))
         self._progress: tuple[ProfileSteps, tqdm[Any]] | None = None
 
     def observe(self, step: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.demo.claim import claim, conditions
 from benchmarks.demo.steps import Comparison
-from megatron_lancet.report.train_log import parse_iteration
+from benchmarks.demo.training_log.train_log import parse_iteration
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL_DATA = ["--vocab-size", "500", "--corpus-megabytes", "0.2"]
@@ -58,7 +58,7 @@ def processes_of(output: Path) -> list[int]:
     return found
 
 
-def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished):
+def test_short_demo_compares_stock_and_ours(finished):
     output, printed = finished
     summary = json.loads((output / "summary.json").read_text())
     assert summary["origin"]["machine_speed"]["gemm_gflops_after"] > 0

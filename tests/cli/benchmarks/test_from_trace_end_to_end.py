@@ -1,28 +1,19 @@
 """The benchmark of profiles from traces on a real, small network: it records, profiles, compares, and writes it all."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.from_trace.summary import compare
 from megatron_lancet.files import from_plain
 from megatron_lancet.planning.profile import Profile
-
-REPO = Path(__file__).parents[3]
-TINY = "--layers 1 --hidden 64 --seq-length 32 --repeats 2 --rate 100 --cases 45".split()
+from tests.cli.benchmarks.runs import run_on_network
 
 
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_a_small_run_compares_a_profile_from_its_traces_with_our_profilers(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.from_trace", *TINY, "--output", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+def test_profile_from_traces_is_compared_with_our_profilers(tmp_path):
+    _, result, tables = run_on_network("from_trace", tmp_path, "--cases", 45)
+    (case,) = result["cases"]
     own, read = (from_plain(Profile, case[name], name) for name in ("own_profile", "trace_profile"))
     for name in ("layer_kinds", "micro_batch_size", "seq_length", "topk", "num_experts", "ep_size", "row_bytes"):
         assert getattr(read.model, name) == getattr(own.model, name), name
@@ -33,4 +24,4 @@ def test_a_small_run_compares_a_profile_from_its_traces_with_our_profilers(tmp_p
     ]
     assert all(pair.trace_ms > 0 for pair in compare(case).whole)
     assert all(len(ranks) == 2 for name in ("stock", "k1", "from-trace") for ranks in case["samples"][name])
-    assert "| from-trace |" in (tmp_path / "run.md").read_text()
+    assert "| from-trace |" in tables

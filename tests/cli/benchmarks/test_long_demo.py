@@ -10,9 +10,9 @@ import pytest
 from benchmarks.demo import data, long_run
 from benchmarks.demo.__main__ import parse_arguments
 from benchmarks.demo.folder import open_folder
-from megatron_lancet.cli.training_process import Progress
+from benchmarks.demo.training_log.train_log import Iteration
+from benchmarks.demo.training_log.training_process import Progress
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import Iteration
 
 SETTINGS = {"vocab_size": 600, "corpus_megabytes": None, "python": "3.12.1"}
 
@@ -119,7 +119,7 @@ def test_demo_prepares_data_of_other_settings_again(folder, other):
     assert data.load_prepared(folder, {**SETTINGS, **other}) is None
 
 
-def test_failing_tool_of_the_demo_is_one_error_with_the_end_of_its_log(folder):
+def test_failing_tool_of_demo_is_one_error_with_end_of_its_log(folder):
     with pytest.raises(
         UsageError, match=r"prepare_corpus.py ended with status 2.*prepare.log:\n(.*\n)*.*required: --output"
     ):
@@ -135,7 +135,7 @@ def test_demo_training_is_logged_and_printed(tmp_path):
     assert (tmp_path / "log").read_text().endswith("".join(lines))
 
 
-def test_failing_training_of_the_demo_is_one_error_with_the_end_of_its_log(tmp_path):
+def test_failing_training_of_demo_is_one_error_with_its_log(tmp_path):
     script = "import sys; print('the reason'); sys.exit(3)"
     with pytest.raises(UsageError, match=r"ended with status 3.*log:\n(.*\n)*  the reason"):
         long_run.train([sys.executable, "-c", script], 2, tmp_path / "log", lambda line: None)

@@ -2,26 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-REPO = Path(__file__).parents[3]
+from tests.cli.benchmarks.runs import run_bench
 
 
 def test_layers_are_compared_and_measured(tmp_path):
     path = tmp_path / "results.json"
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.parts.moe_layer", "--cases", "3", "--repeats", "2", "--output", path],
-        cwd=REPO,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    output, _ = run_bench("parts.moe_layer", "--cases", 3, "--repeats", 2, "--output", path, OMP_NUM_THREADS="1")
     (case,) = json.loads(path.read_text())["cases"]
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     assert set(case["summary"]) == {"stock", "ours k=1", "ours k=2"} | ({"deepspeed"} if has_deepspeed else set())
@@ -29,4 +16,4 @@ def test_layers_are_compared_and_measured(tmp_path):
     assert 0 < case["summary"]["ours k=2"]["deviation"] < 1e-5
     assert all(len(times) == 2 and min(times) > 0 for times in case["samples_ms"].values())
     skipped = "skipped: deepspeed is not installed (pip install megatron-lancet[peers])"
-    assert (skipped in done.stdout) == (not has_deepspeed)
+    assert (skipped in output) == (not has_deepspeed)

@@ -116,7 +116,7 @@ def check_bytes(case: dict, variant: str, num_rows: int, choice_bytes: int) -> N
 
 @pytest.mark.distributed
 @pytest.mark.alone
-def test_on_two_nodes_a_token_travels_as_often_between_them_as_its_dispatch_says(tmp_path, check_gradients):
+def test_dispatch_decides_how_often_a_token_is_sent_to_a_node(tmp_path, check_gradients):
     """Two ranks of a node share its interface, on which only rows for the other node count."""
     variants = ["--variants", "dedup-k2", "two-hop-k1"]
     with started("--cases", "nodes-top4", *variants, "--output", str(tmp_path / "run")) as process:

@@ -66,7 +66,7 @@ class FakeCommands:
         return ""
 
 
-def test_everything_is_made_inside_two_namespaces_of_this_process_and_removed():
+def test_two_namespaces_hold_everything_and_are_removed():
     run = FakeCommands()
     with Namespaces(run, process_id=77):
         assert run.existing == ["lancet-77-0", "lancet-77-1"]
@@ -153,7 +153,7 @@ class Runs:
 
 
 @pytest.mark.parametrize(("failing", "measured"), [(0, ["45", "nodes-top4"]), (2, ["45"]), (4, ["45", "nodes-top4"])])
-def test_each_number_of_ranks_gets_processes_of_its_own_and_all_results_are_kept(failing, measured, monkeypatch):
+def test_each_number_of_ranks_has_its_processes_and_results(failing, measured, monkeypatch):
     run = Runs(failing)
     monkeypatch.setattr(runner, "check_host", lambda *_: None)
     monkeypatch.setattr(runner, "Namespaces", partial(Namespaces, FakeCommands(), 77))
@@ -178,7 +178,7 @@ class NoNamespaces:
         return [sys.executable, "-c", self._scripts[rank]]
 
 
-def test_each_rank_has_its_place_on_its_node_and_ranks_share_cores(tmp_path):
+def test_ranks_have_their_place_on_a_node_and_share_cores(tmp_path):
     placed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [[ranks.rank_environment(rank, ranks_per_node=2)[name] for name in placed] for rank in range(4)]
     assert found == [["0", "4", "0", "2"], ["1", "4", "1", "2"], ["2", "4", "0", "2"], ["3", "4", "1", "2"]]
@@ -237,7 +237,7 @@ def test_a_quick_run_is_one_case():
     assert [case.name for case in choose([], None)] == list(CASES)
 
 
-def test_a_headline_run_has_its_case_megatrons_own_overlap_and_a_whole_training_step(tmp_path):
+def test_headline_run_has_its_three_cases(tmp_path):
     job = make_job(parse_arguments(["--headline"]), [0, 1], tmp_path / "result.json")
     assert [case.name for case in job.cases] == ["45", ACCUMULATED, "optimizer"]
     assert [case.optimizer for case in job.cases] == [False, False, True]
@@ -249,7 +249,7 @@ def test_a_headline_run_has_its_case_megatrons_own_overlap_and_a_whole_training_
     assert (job.repeats, job.sweeps) == (3, 2)
 
 
-def test_a_case_with_more_micro_batches_can_have_megatrons_overlap(tmp_path):
+def test_case_with_more_micro_batches_can_have_megatrons_overlap(tmp_path):
     arguments = parse_arguments(["--cases", "20", "--variants", "megatron-overlap", "--micro-batches", "4"])
     (case,) = make_job(arguments, [0, 1], tmp_path / "result.json").cases
     assert case.variants == ("stock", "megatron-overlap", "stock-free")
@@ -282,7 +282,7 @@ def exact_variants(topk: int) -> set[str]:
     return {name for name, variant in VARIANTS.items() if variant.plan and variant.is_exact(topk)}
 
 
-def test_a_dispatch_run_has_top_4_and_plans_with_and_without_duplicates(tmp_path):
+def test_dispatch_run_has_plans_with_and_without_duplicates(tmp_path):
     job = make_job(parse_arguments(["--dispatch"]), [0, 1], tmp_path / "result.json")
     assert [case.name for case in job.cases] == ["45-top4", "65-top4", "65-top4-m4"]
     assert all((case.shape.experts, case.shape.topk) == (8, 4) for case in job.cases)
@@ -295,7 +295,7 @@ def test_a_dispatch_run_has_top_4_and_plans_with_and_without_duplicates(tmp_path
 def test_a_nodes_run_has_both_cases_with_every_dispatch(tmp_path):
     job = make_job(parse_arguments(["--nodes"]), [0, 1], tmp_path / "result.json")
     assert [(case.shape.experts, case.shape.topk) for case in job.cases] == [(8, 4), (16, 8)]
-    own = {"stock", "stock-free", "all-k2", "dedup-k2", "two-hop-k1", "two-hop-k2", "two-hop-k2-hop-turns"}
+    own = {"stock", "stock-free", "all-k2", "dedup-k2", "two-hop-k1", "two-hop-k2"}
     for case in job.cases:
         assert set(case.variants) == own
         assert (case.num_ranks, case.nodes) == (4, Nodes(2, 2))
@@ -312,7 +312,7 @@ def test_cases_with_as_many_ranks_share_processes_and_a_result(tmp_path):
     assert len({job.result for job in parts}) == 2
 
 
-def test_layers_of_transformer_engine_have_processes_of_their_own(tmp_path):
+def test_layers_of_te_have_processes_of_their_own(tmp_path):
     arguments = parse_arguments(["--cases", "45-m4", "45-te-m4", "45-m8"])
     parts = make_job(arguments, [0, 1], tmp_path / "result.json").by_processes()
     found = [(job.has_te, [case.name for case in job.cases]) for job in parts]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.files import from_plain
+from megatron_lancet.lab.views.trace_file import read_trace
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
@@ -23,7 +23,7 @@ CONFIGURATIONS = ["k1", "experts-k4-dw", "sequence-k2-dw", "planned"]
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(tmp_path):
+def test_run_predicts_from_its_profile_and_measures_same_plans(tmp_path):
     (tmp_path / "timelines").mkdir()
     chosen = ["--cases", "skewed", "--configurations", *CONFIGURATIONS, "--timelines", str(tmp_path / "timelines")]
     pid, output = run_bench(tmp_path, *chosen)
@@ -50,7 +50,7 @@ def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(t
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_plans_with_pairing_run_in_pairs_and_are_predicted_from_a_profile_without_them(tmp_path):
+def test_paired_plans_are_predicted_from_an_unpaired_profile(tmp_path):
     """Gradients are compared with stock's inside, to the bit where nothing is cut."""
     (tmp_path / "timelines").mkdir()
     chosen = ["--cases", "45-m4", "--configurations", "k1", "paired-k1", "paired-mix", "planned"]
@@ -70,7 +70,7 @@ def test_plans_with_pairing_run_in_pairs_and_are_predicted_from_a_profile_withou
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_on_two_nodes_every_dispatch_is_profiled_predicted_and_measured(tmp_path):
+def test_every_dispatch_is_profiled_predicted_and_measured(tmp_path):
     """Gradients are compared with stock's inside. The link is the one that is not shaped."""
     chosen = ["--cases", "unshaped-nodes-top4", "--configurations", "k1", "dedup-k1", "two-hop-k2", "planned"]
     _, output = run_bench(tmp_path, *chosen)

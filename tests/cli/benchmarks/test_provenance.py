@@ -25,7 +25,7 @@ def history() -> set[str]:
     return set(git("rev-list", "HEAD").splitlines())
 
 
-def test_results_are_marked_where_no_commit_of_the_history_stands_for_them(history):
+def test_results_without_a_commit_in_the_history_are_marked(history):
     due = {
         path.stem: mark
         for path in RESULTS.glob("*.json")

@@ -1,6 +1,5 @@
 """A small corpus, a tokenizer trained on it, and ways to call the tools in this process or in another."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,32 +9,24 @@ from types import ModuleType
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.cli.loading import REPOSITORY, load_tool
+
 SUBPROCESS_TIMEOUT_S = 120
-
-
-def _load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", REPOSITORY / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
 def prepare_corpus() -> ModuleType:
-    return _load_tool("prepare_corpus")
+    return load_tool("prepare_corpus")
 
 
 @pytest.fixture(scope="session")
 def train_tokenizer() -> ModuleType:
-    return _load_tool("train_tokenizer")
+    return load_tool("train_tokenizer")
 
 
 @pytest.fixture(scope="session")
 def preprocess_data() -> ModuleType:
-    return _load_tool("preprocess_data")
+    return load_tool("preprocess_data")
 
 
 @pytest.fixture(scope="session")

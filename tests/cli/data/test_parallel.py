@@ -39,7 +39,7 @@ def test_parallel_reports_a_killed_worker_and_ends_all_workers() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_parallel_closed_early_stops_reading_and_ends_the_workers() -> None:
+def test_parallel_closed_early_stops_reading_and_ends_workers() -> None:
     num_read = 0
 
     def items() -> Iterator[int]:

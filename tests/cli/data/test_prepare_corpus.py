@@ -27,7 +27,7 @@ def read_corpus(path: Path) -> dict[str, str]:
     return {record["path"]: record["text"] for record in records}
 
 
-def test_corpus_has_the_exact_text_of_matching_files_in_sorted_order(
+def test_corpus_has_exact_text_of_matching_files_in_sorted_order(
     tmp_path: Path, prepare_corpus: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_files(
@@ -246,7 +246,7 @@ def test_corpus_of_pairs_joined_is_the_functions_source(tmp_path: Path, prepare_
     assert (list(method), method["path"]) == (["prompt", "answer", "path"], "a.py:Outer.method")
 
 
-def test_corpus_of_functions_stops_at_a_file_that_is_no_python_or_counts_it(
+def test_corpus_of_functions_refuses_or_counts_other_files(
     tmp_path: Path, prepare_corpus: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_files(tmp_path / "source", {"a.py": b"print 1\n", "b.py": b"def f(): pass\n", "c.py": b"\x00"})

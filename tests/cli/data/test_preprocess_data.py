@@ -96,7 +96,7 @@ def test_dataset_is_written_for_every_key(tmp_path: Path, preprocess_data: Modul
     assert len(list(tmp_path.iterdir())) == 1 + 4
 
 
-def test_a_prompt_and_its_answer_are_one_document_with_a_loss_mask(
+def test_prompt_and_its_answer_are_one_document_with_loss_mask(
     tmp_path: Path, preprocess_data: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = write_lines(
@@ -190,7 +190,7 @@ def test_preprocessing_prints_plain_progress_lines_on_request(
         ('{"text": "-1"}', "expected token ids from 0 to 9, found -1 to -1"),
     ],
 )
-def test_preprocessing_names_the_first_bad_line_and_keeps_the_older_dataset(
+def test_bad_line_is_named_and_the_older_dataset_is_kept(
     tmp_path: Path,
     preprocess_data: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -333,23 +333,14 @@ def test_preprocessing_workers_end_with_a_killed_run(tmp_path: Path, running_too
     assert (tmp_path / "data_text_document.bin").read_text() == "older"
 
 
-def test_preprocess_data_exit_status_and_message(
-    tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    missing = run_tool("preprocess_data", *null_arguments(tmp_path / "none", tmp_path / "data", 10))
-    assert missing.returncode == 2
-    assert missing.stderr.startswith("error: cannot read input file ")
-    assert missing.stderr.count("\n") == 1
-
-
 def test_preprocessing_with_two_workers_names_the_first_bad_line(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    long_text = " ".join(["1"] * 200_000)  # longer than a batch: each of these lines is a task
-    long_line = f'{{"text": "{long_text}"}}'
+    more = "x" * (1 << 18)  # longer than a batch: each of these lines is a task
+    long_line = f'{{"text": "1", "more": "{more}"}}'
     corpus = write_lines(tmp_path / "corpus.jsonl", long_line, long_line[:-1], long_line, "also broken")
     completed = run_tool("preprocess_data", *null_arguments(corpus, tmp_path / "data", 10, "--workers", "2"))
     assert completed.returncode == 2
-    assert f"error: {corpus}, line 2: expected one JSON object" in completed.stderr
+    assert completed.stderr.splitlines()[-1].startswith(f"error: {corpus}, line 2: expected one JSON object")
     assert "Traceback" not in completed.stderr
     assert list(tmp_path.iterdir()) == [corpus]

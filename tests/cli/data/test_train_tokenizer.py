@@ -77,7 +77,7 @@ def test_tokenizer_replaces_the_space_symbol_of_sentencepiece(tokenizer: Any) ->
     assert tokenizer.detokenize(tokenizer.tokenize(f"a{SPACE_SYMBOL}b")) == "a b"
 
 
-def test_tokenizer_round_trip_of_the_corpus_has_fewer_tokens_than_bytes(tokenizer: Any, corpus: Path) -> None:
+def test_tokenizer_round_trip_of_the_corpus_needs_few_tokens(tokenizer: Any, corpus: Path) -> None:
     texts = [json.loads(line)["text"] for line in corpus.read_text("utf-8").split("\n") if line]
     num_tokens = 0
     for text in texts:

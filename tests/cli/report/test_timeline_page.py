@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.report.timeline.html import page, write_page
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.lab.views.html import page, write_page
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.cli.report.chromium import Browser, path_of_chromium
 from tests.unit.report import steps
@@ -103,7 +103,7 @@ def test_timeline_page_hover_explains_the_span_under_the_mouse(shown):
     assert tip(browser) is None
 
 
-def test_timeline_page_wheel_drag_keys_and_buttons_change_the_view(shown):
+def test_timeline_page_wheel_drag_keys_and_buttons_change_view(shown):
     browser = shown(ONE)
     assert view(browser) == (0, 100)
     x, y = point(browser, 60.0, 15)
@@ -137,7 +137,7 @@ def test_timeline_page_wheel_drag_keys_and_buttons_change_the_view(shown):
     assert view(browser) == (0, 100)
 
 
-def test_timeline_page_search_highlights_counts_and_steps_through_matches(shown):
+def test_timeline_page_search_highlights_and_counts_matches(shown):
     browser = shown(ONE)
     attention, weight = point(browser, 20.0, 3), point(browser, 90.0, 3)
     blue, orange = pixel(browser, *attention), pixel(browser, *weight)
@@ -190,7 +190,7 @@ def test_timeline_page_escapes_names(shown):
     assert browser.js("document.scripts.length") == 2
 
 
-def test_timeline_page_draws_only_visible_spans_of_a_hundred_thousand(shown):
+def test_timeline_page_draws_only_visible_spans(shown):
     """At first all are shown, as shares of each pixel; zoomed in, only what is in view is looked at."""
     spans = []
     for index in range(50_000):
@@ -211,7 +211,7 @@ def test_timeline_page_draws_only_visible_spans_of_a_hundred_thousand(shown):
     assert "chunk" in tip(browser)
 
 
-def test_timeline_page_of_an_empty_step_and_of_one_rank_without_prediction(shown):
+def test_timeline_page_of_an_empty_step(shown):
     browser = shown(TimelineRecord("nothing", (RankTimeline(0, (), 0.0),)))
     assert browser.js("document.querySelectorAll('#groups canvas').length") == 1
     assert browser.js("document.getElementById('legend').children.length") == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.check.launch import launch_of_script, read_launch
+from megatron_lancet.lab.check.launch import launch_of_script, read_launch
 from tests.ranks import launch
 
 TOOL = launch.REPO / "tools" / "check.py"

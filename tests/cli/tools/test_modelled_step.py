@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.modelled_step import command
-from megatron_lancet.training.modelled_step.recording import record
-from megatron_lancet.training.modelled_step.settings import modelled_run
+from megatron_lancet.lab.modelled_step import command
+from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
+from megatron_lancet.lab.modelled_step.recording import record
+from megatron_lancet.lab.modelled_step.settings import modelled_run
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Kernel
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, Kernel
 
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -29,8 +30,10 @@ def modelled(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["virtual_gpu.py"])
         monkeypatch.setenv("WORLD_SIZE", "8")
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        command.add_arguments(parser)
-        return command.modelled(*parser.parse_known_args([*DEVICE, *MODEL, *flags]))
+        add_arguments(parser)
+        own, others = parser.parse_known_args([*DEVICE, *MODEL, *flags])
+        check_arguments(own)
+        return command.modelled(own, others)
 
     return run
 
@@ -68,7 +71,7 @@ def test_modelled_step_shows_kernels_steps_and_a_timeline(modelled, tmp_path):
     assert "L2.c1.I.dispatch" in page.read_text()
 
 
-def test_recorded_messages_and_matrix_products_have_the_sizes_of_the_model(monkeypatch):
+def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
     """A chunk of 128 tokens makes 256 rows of 64 numbers in bf16, 64 for each of the 4 ranks."""
     monkeypatch.setattr(sys, "argv", ["virtual_gpu.py", *MODEL])
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -1,9 +1,7 @@
 """The placing tool from end to end, and what it refuses."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,16 +9,14 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad
 from megatron_lancet.planning.load.placement import read_placement
+from tests.cli.loading import load_tool
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "place_experts.py"
 LOAD = ExpertLoad(5, 2, (LayerLoad(1, ((8, 6, 1, 1),) * 2), LayerLoad(2, ((3, 3, 3, 3),) * 2)))
 
 
 @pytest.fixture
 def run(capsys):
-    spec = importlib.util.spec_from_file_location("tool_place_experts", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_tool("place_experts")
 
     def run(*argv):
         module.main([str(word) for word in argv])
@@ -50,7 +46,7 @@ def test_place_experts_writes_a_placement_and_shows_its_effect(run, load, tmp_pa
     )
 
 
-def test_place_experts_reads_a_profile_and_shows_rows_between_nodes(run, tmp_path):
+def test_place_experts_shows_rows_between_nodes_of_a_profile(run, tmp_path):
     profile = synthetic_profile(Machine())
     rows = tuple(range(profile.model.num_experts, 0, -1))
     load = ExpertLoad(3, 2, (LayerLoad(1, (rows,) * profile.model.ep_size),))

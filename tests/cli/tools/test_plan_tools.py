@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -20,24 +19,16 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, made_for, read_plan_file, write_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
+from tests.cli.loading import REPOSITORY, TOOLS, load_tool
 from tests.damage import leaves, replaced
 from tests.draws import examples
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-TOOLS = REPOSITORY / "tools"
 PNG = b"\x89PNG\r\n"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def tools():
-    return {name: load(name) for name in ("make_plan", "explain_plan", "simulate_plan")}
+    return {name: load_tool(name) for name in ("make_plan", "explain_plan", "simulate_plan")}
 
 
 @pytest.fixture
@@ -101,10 +92,10 @@ def test_make_plan_writes_the_same_file_for_the_same_profile(run, profile, tmp_p
 
 def test_make_plan_keeps_limits(run, profile, tmp_path):
     plan = tmp_path / "plan.json"
-    run("make_plan", profile, "--output", plan, "--num-chunks", 2, "--range", "layer", "--chunk-dim", "batch",
+    run("make_plan", profile, "--output", plan, "--num-chunks", 2, "--range", "gate", "--chunk-dim", "batch",
         "--dw-policy", "fill", "--dw-memory-mb", 1.5)  # fmt: skip
     found = read_plan_file(plan).plan
-    assert {(s.num_chunks, s.chunk_dim, s.range) for s in found.segments} == {(2, "batch", "layer")}
+    assert {(s.num_chunks, s.chunk_dim, s.range) for s in found.segments} == {(2, "batch", "gate")}
     assert (found.dw_policy, found.dw_memory_bytes) == (DwPolicy.FILL, 1_500_000)
     with pytest.raises(
         UsageError, match=r"no plan fits into --max-memory-mb 1: the smallest one found takes about \d+ MB"
@@ -166,18 +157,12 @@ def test_packings_of_documents_are_compared(run, tmp_path):
     text = run(*argv, "--output", tmp_path / "out.json")
     assert "on each of 4 ranks, 4 micro-batches of 256 tokens, EP 4; 3 steps drawn" in text
     found = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["steps"]}
-    assert list(found) == [
-        "padded to 256",
-        "padded to the longest",
-        "first fit",
-        "balanced on each rank",
-        "balanced over all ranks",
-    ]
+    assert list(found) == ["balanced on each rank", "balanced over all ranks", "padded to 256"]
     best, worst = found["balanced over all ranks"], found["padded to 256"]
-    assert best["step_ms"] < found["first fit"]["step_ms"] < worst["step_ms"]
+    assert best["step_ms"] < found["balanced on each rank"]["step_ms"] < worst["step_ms"]
     assert best["padding"] == 0 < worst["padding"]
     assert f"{best['step_ms']:.1f}" in text
-    assert run(*argv, "--format", "markdown").count("\n") == 7
+    assert run(*argv, "--format", "markdown").count("\n") == 5
     more = run(*argv, "--bins-cost", 0.001, "--ep-size", 2, "--num-micro-batches", 2)
     assert "2 micro-batches of 256 tokens, EP 2" in more
     assert "costs 0.001 tokens (--lancet-bins-cost)" in more
@@ -306,7 +291,7 @@ def test_plan_tools_end_with_status_2_for_senseless_flags(run, argv, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_plan_tool_as_a_program_needs_no_torch_and_ends_with_status_2(tmp_path):
+def test_plan_tool_as_a_program_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     command = [sys.executable, str(TOOLS / "make_plan.py"), "missing.json", "--output", str(tmp_path / "p.json")]
@@ -321,7 +306,7 @@ PLAIN = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json
 
 @examples(60)
 @given(st.data())
-def test_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
+def test_damaged_profile_is_refused_or_gives_finite_times(tools, data):
     """Never a traceback, nor a list of 10**12 things. What is refused, is refused because of the profile."""
     part = data.draw(st.sampled_from(sorted(PLAIN)))
     place = data.draw(st.sampled_from(leaves(PLAIN[part], (part,)) or [(part,)]))

@@ -1,19 +1,17 @@
 """From a stock run with Megatron's own profiler flags to a plan and its prediction, on two real ranks."""
 
-import importlib.util
 import json
 
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.from_trace.profile import STOCK
+from megatron_lancet.lab.from_trace.profile import STOCK
 from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from tests.ranks import launch
+from tests.cli.loading import load_tool
 from tests.ranks.pretraining import EP2, pretrain
 
-TOOLS = launch.REPO / "tools"
 PROFILER = (
     "--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 2 --profile-step-end 4 "
     "--profile-ranks 0 1"
@@ -21,10 +19,7 @@ PROFILER = (
 
 
 def main_of(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool(name).main
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +31,7 @@ def traces(token_data, tmp_path_factory):
 
 
 @pytest.mark.distributed
-def test_traces_of_a_stock_run_become_a_profile_a_plan_and_a_prediction(traces, tmp_path, capsys):
+def test_traces_of_stock_run_become_profile_plan_and_prediction(traces, tmp_path, capsys):
     profile_file, plan_file = tmp_path / "profile.json", tmp_path / "plan.json"
     main_of("profile_from_trace")([*map(str, traces), "--output", str(profile_file)])
     assert "2 layers, 4 experts (top 2) on 2 ranks, 2 micro-batches of 4 x 32 tokens" in capsys.readouterr().out

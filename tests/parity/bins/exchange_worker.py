@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.config import BinsChoice
 from megatron_lancet.schedule.documents.cost import DocumentCost
 
 NUM_RANKS, NUM_STEPS = 4, 3
@@ -43,13 +42,13 @@ def stacks(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def batches(choice: BinsChoice, steps: range) -> list[list[dict[str, Any]]]:
-    from megatron_lancet.training.bins.exchange import Exchange
-    from megatron_lancet.training.bins.step import BinLoader, BinnedSteps, BinSettings
+def batches(steps: range) -> list[list[dict[str, Any]]]:
+    from megatron_lancet.features.bins.exchange import Exchange
+    from megatron_lancet.features.bins.step import BinLoader, BinnedSteps, BinSettings
 
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     drawn = [stack for step in steps for stack in stacks(dist.get_rank(), step)]
-    made = BinnedSteps(BinSettings(choice, COST, MAX_TOKENS, multiple=2, at_least=4), exchange, None)
+    made = BinnedSteps(BinSettings(COST, MAX_TOKENS, multiple=2, at_least=4), exchange, None)
     bins = list(BinLoader(drawn, made, lambda: NUM_BINS))
     plain = [{name: tensor.tolist() for name, tensor in batch.items()} for batch in bins]
     return [plain[first : first + NUM_BINS] for first in range(0, len(plain), NUM_BINS)]
@@ -58,4 +57,4 @@ def batches(choice: BinsChoice, steps: range) -> list[list[dict[str, Any]]]:
 def all_results() -> dict[str, Any]:
     """By way of dealing the batches of this rank, by step."""
     whole, last = range(NUM_STEPS), range(NUM_STEPS - 1, NUM_STEPS)
-    return {choice: {"whole": batches(choice, whole), "resumed": batches(choice, last)} for choice in BinsChoice}
+    return {"whole": batches(whole), "resumed": batches(last)}

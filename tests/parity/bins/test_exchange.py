@@ -4,8 +4,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from megatron_lancet.config import BinsChoice
-from megatron_lancet.schedule.documents.bins import balanced, first_fit, padded
+from megatron_lancet.schedule.documents.bins import balanced
 from tests.parity.bins.exchange_worker import (
     COST,
     MAX_TOKENS,
@@ -21,52 +20,39 @@ from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-DEALT = {
-    BinsChoice.BALANCED: lambda drawn: balanced(drawn, NUM_BINS, COST, MAX_TOKENS),
-    BinsChoice.FIRST_FIT: lambda drawn: first_fit(drawn, NUM_BINS, MAX_TOKENS),
-    BinsChoice.PADDED: lambda drawn: padded(drawn, NUM_BINS, COST, MAX_TOKENS),
-}
-
 
 results = launch.results(all_results, NUM_RANKS, timeout_s=90)
 """Per rank: what is found for each case."""
 
 
-def samples_of(batch, is_padded):
+def samples_of(batch):
     """Tokens and labels that count, of each sample that a batch has; what fills up has no sample."""
-    rows = len(batch["tokens"])
+    [tokens], [bounds] = batch["tokens"], batch["cu_seqlens"]
+    assert bounds[-1] == len(tokens)
+    assert bounds[-1] % 2 == 0
+    assert bounds[-1] >= 4
     found = []
-    for row in range(rows):
-        bounds = batch["cu_seqlens"][row]
-        assert bounds[-1] == len(batch["tokens"][row])
-        assert bounds[-1] % 2 == 0
-        assert bounds[-1] >= 4
-        for begin, end in pairwise(bounds):
-            inputs, labels, mask = (batch[name][row][begin:end] for name in ("tokens", "labels", "loss_mask"))
-            length = len(labels) - next((at for at, label in enumerate(reversed(labels)) if label), len(labels))
-            if length:
-                assert batch["position_ids"][row][begin : begin + length] == list(range(length))
-                assert not any(inputs[length:] + mask[length:])
-                assert is_padded or length == end - begin
-                found.append(([*inputs[:length], labels[length - 1]], [bool(one) for one in mask[:length]]))
+    for begin, end in pairwise(bounds):
+        inputs, labels, mask = (batch[name][0][begin:end] for name in ("tokens", "labels", "loss_mask"))
+        if any(labels):
+            assert batch["position_ids"][0][begin:end] == list(range(end - begin))
+            found.append(([*inputs, labels[-1]], [bool(one) for one in mask]))
     return found
 
 
-@pytest.mark.parametrize("choice", list(BinsChoice))
-def test_every_rank_has_the_bins_of_one_dealing(results, choice):
+def test_every_rank_has_the_bins_of_one_dealing(results):
     num_samples = NUM_BINS * SAMPLES_OF_STACK
     for step in range(NUM_STEPS):
         rows = [[tokens(rank, step, index) for index in range(num_samples)] for rank in range(NUM_RANKS)]
-        dealing = DEALT[choice]([[len(row) - 1 for row in rank] for rank in rows])
+        dealing = balanced([[len(row) - 1 for row in rank] for rank in rows], NUM_BINS, COST, MAX_TOKENS)
         every = list(chain.from_iterable(rows))
         for rank, result in enumerate(results):
-            found = [samples_of(batch, choice is BinsChoice.PADDED) for batch in result[choice]["whole"][step]]
+            found = [samples_of(batch) for batch in result["whole"][step]]
             expected = [[every[index] for index in indices] for indices in dealing.bins[rank]]
             assert found == [[(row, labelled(row)[1:]) for row in rows_of_bin] for rows_of_bin in expected]
 
 
-@pytest.mark.parametrize("choice", list(BinsChoice))
-def test_resumed_run_has_the_same_batches(results, choice):
+def test_resumed_run_has_the_same_batches(results):
     for result in results:
-        assert result[choice]["resumed"] == result[choice]["whole"][-1:]
-        assert len(result[choice]["whole"]) == NUM_STEPS
+        assert result["resumed"] == result["whole"][-1:]
+        assert len(result["whole"]) == NUM_STEPS

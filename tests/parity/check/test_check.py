@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.checks.__main__ import check_bug
 from benchmarks.checks.bugs import BASE, BUGS, Bug
+from megatron_lancet.lab.check.check import Checker, check
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.ranks import FailedRunError, RefusedRunError, run_ranks
+from megatron_lancet.lab.check.report import report
+from megatron_lancet.lab.check.shrink import shrink
+from megatron_lancet.lab.check.words import read_command_line
+from megatron_lancet.lab.check.worker import Task
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.check.check import Checker, check
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError, run_ranks
-from megatron_lancet.training.check.report import report
-from megatron_lancet.training.check.shrink import shrink
-from megatron_lancet.training.check.words import read_command_line
-from megatron_lancet.training.check.worker import Task
 from megatron_lancet.training.platform import detect
 from tests import te_cpu
 from tests.ranks import launch

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Case]] = {
         "plain/k=4": Case({}, plan_of(4)),
         "plain/k=2/sequence": Case({}, sequence(2)),
         "plain/k=4/sequence": Case({}, sequence(4)),
-        "plain/k=3/sequence/layer": Case({}, sequence(3, over="layer")),
+        "plain/k=3/sequence": Case({}, sequence(3)),
         "plain/k=3/sequence/gate": Case({}, sequence(3, over="gate")),
         "plain/k=2/experts": Case({}, plan_of(2, over="experts")),
         "end-to-end/k=2/sequence": Case({}, sequence(2), end_to_end=True),

@@ -24,14 +24,14 @@ type Disturb = Callable[[], AbstractContextManager[None]]
 
 def without_documents() -> AbstractContextManager[None]:
     """Negative control: attention leaves documents."""
-    from megatron_lancet.model.attention import sdpa
+    from megatron_lancet.features.documents.lengths import Documents
 
-    return replaced(sdpa, "attend_by_document", lambda documents, query, key, value, attend: attend(query, key, value))
+    return replaced(Documents, "attend", lambda documents, query, key, value, attend: attend(query, key, value))
 
 
 def positions_of_chunks() -> AbstractContextManager[None]:
     """Negative control: positions are counted in pieces of four."""
-    from megatron_lancet.model.documents.lengths import Documents
+    from megatron_lancet.features.documents.lengths import Documents
 
     return around(Documents, "positions", lambda stock, self: stock(self) % 4)
 

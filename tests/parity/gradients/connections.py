@@ -19,8 +19,7 @@ def shared_connections(nodes: Nodes | None = None) -> Iterator[None]:
     from megatron.core import parallel_state
 
     from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.runtime.transport.hops import make_hops
-    from megatron_lancet.runtime.transport.select import make_transport
+    from megatron_lancet.runtime.transport.select import make_hops, make_transport
     from megatron_lancet.training import overlap_setup
 
     cpu, timeout = torch.device("cpu"), timedelta(minutes=2)

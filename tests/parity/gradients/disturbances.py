@@ -67,7 +67,7 @@ def uses_added_one_by_one(stack: ExitStack) -> None:
 
 def same_prediction_twice(stack: ExitStack) -> None:
     """Negative control: every prediction sees the embeddings of the first one's tokens."""
-    from megatron_lancet.model.mtp import OverlappingMTPLayer
+    from megatron_lancet.features.mtp.model import OverlappingMTPLayer
 
     first = {}
 
@@ -88,7 +88,9 @@ def detached_experts(stack: ExitStack) -> None:
 
 def row_counted_twice(stack: ExitStack) -> None:
     """Negative control: the last row of each sum of distinct rows is added twice."""
-    from megatron_lancet.model.dispatcher import deduplicated, distinct_rows, two_hop
+    from megatron_lancet.features.dedup import dispatcher as deduplicated
+    from megatron_lancet.features.two_hop import dispatcher as two_hop
+    from megatron_lancet.model.dispatcher import distinct_rows
 
     def summed(stock, rows, place, num_places):
         return stock(torch.cat((rows, rows[-1:])), torch.cat((place, place[-1:])), num_places)

@@ -433,8 +433,8 @@ def results_on_two_ranks() -> dict[str, Any]:
         results[name] = compare_plan(tiled_case.overrides, tiled_case.plan, disturb)
     for name, disturb in {**tiled.DAMAGED, "tiles/rows-by-part": tiled.rows_by_part}.items():
         results[name] = compare_plan({}, tiled.TWO, disturb)
-    for name, (plan, wire) in NARROW.items():
-        results[name] = compare_plan({}, plan, wire=wire)
+    for name, plan in NARROW.items():
+        results[name] = compare_plan({}, plan, wire=Wire.FP8)
     for name, guard in guarded.CASES.items():
         disturb = erratic_wire if guard.disturbed else None
         results[name] = compare_plan(guard.overrides, guard.plan, disturb, max_rows=guard.max_rows)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -70,20 +69,14 @@ def two_hops(plan: Plan) -> Plan:
     )
 
 
-def with_hop_turns(plan: Plan) -> Plan:
-    """The plan in which a turn also ends at messages inside a node."""
-    return replace(plan, segments=tuple(replace(segment, hop_turns=True) for segment in plan.segments))
-
-
 ONE, TWO, THREE = (fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2, 3))
-TWO_HOP_TURNS = with_hop_turns(TWO)
 _EIGHT = {"num_moe_experts": 8}
 _TOP_4 = {"num_moe_experts": 16, "moe_router_topk": 4}
 _BIASED = {key: value for key, value in FORCED["idle-rank"].items() if key != "expert_bias"}
 _SEGMENTS = Plan(
     (
         Segment(1, 1, 2, ChunkDim.SEQUENCE),
-        Segment(2, None, 3, ChunkDim.BATCH, OverlapRange.GATE, hop_turns=True),
+        Segment(2, None, 3, ChunkDim.BATCH, OverlapRange.GATE),
     ),
     dw_window=8,
     gaps=(
@@ -106,7 +99,7 @@ CASES: dict[str, HopCase] = {
     "EP4/no-dw/two-hop/k=2": HopCase(
         "EP4", _EIGHT, fixed_plan(2, DwPolicy.NONE, dispatch=Dispatch.TWO_HOP), erratic_wire
     ),
-    "EP4/distributed-optimizer/two-hop/k=2": HopCase("EP4", {"distributed_optimizer": True, **_EIGHT}, TWO_HOP_TURNS),
+    "EP4/distributed-optimizer/two-hop/k=2": HopCase("EP4", {"distributed_optimizer": True, **_EIGHT}, TWO),
     "EP4/segments/two-hop": HopCase("EP4", _EIGHT, _SEGMENTS, erratic_wire),
     "EP4/idle-rank/two-hop/k=1": HopCase(
         "EP4", {**_BIASED, "expert_bias": [0.0, -9.0, 0.0, 0.0]}, ONE, erratic_wire, idle=(1,)
@@ -120,13 +113,13 @@ CASES: dict[str, HopCase] = {
     "EP4xTP2/two-hop/k=1": HopCase("EP4xTP2", _EIGHT, ONE),
     "EP4xTP2/shared-expert/two-hop/k=2": HopCase("EP4xTP2", {"moe_shared_expert_intermediate_size": 48}, TWO),
     "EP4xCP2/two-hop/k=1": HopCase("EP4xCP2", _EIGHT, ONE),
-    "EP4xCP2/top-4/two-hop/k=2": HopCase("EP4xCP2", _TOP_4, TWO_HOP_TURNS, erratic_wire),
+    "EP4xCP2/top-4/two-hop/k=2": HopCase("EP4xCP2", _TOP_4, TWO, erratic_wire),
     "EP2xETP2/two-hop/k=1": HopCase("EP2xETP2", {}, ONE),
     "EP2xETP2/bf16/two-hop/k=1": HopCase("EP2xETP2", {"bf16": True}, ONE),
     "EP2xETP2/top-4/two-hop/k=2": HopCase("EP2xETP2", {"num_moe_experts": 8, "moe_router_topk": 4}, TWO, erratic_wire),
 }
 NARROW: dict[str, HopCase] = {
-    f"EP4/wire-{wire}/two-hop/k=1": HopCase("EP4", _EIGHT, ONE, wire=wire) for wire in (Wire.BF16, Wire.FP8)
+    "EP4/wire-fp8/two-hop/k=1": HopCase("EP4", _EIGHT, ONE, wire=Wire.FP8),
 }
 """Messages whose hidden states are rounded, now in each of two hops."""
 SWITCHED: dict[str, Plan] = {
@@ -140,7 +133,7 @@ SWITCHED: dict[str, Plan] = {
 
 def rows_in_the_order_of_arrival(stack: ExitStack) -> None:
     """Negative control: experts get the rows of ways one after the other, and not in stock's order."""
-    from megatron_lancet.model.dispatcher import two_hop
+    from megatron_lancet.features.two_hop import dispatcher as two_hop
 
     def by_dims(sizes: Any, dims: Any, num_rows: int) -> Any:
         return SimpleNamespace(index_m=torch.arange(num_rows))

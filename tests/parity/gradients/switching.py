@@ -32,7 +32,7 @@ PLANS: dict[str, Plan] = {
     "whole": fixed_plan(1),
     "segments": Plan(
         (
-            Segment(1, 1, 3, ChunkDim.SEQUENCE, OverlapRange.LAYER),
+            Segment(1, 1, 3, ChunkDim.SEQUENCE),
             Segment(2, 3, 2, ChunkDim.BATCH, OverlapRange.EXPERTS),
         ),
         dw_window=6,

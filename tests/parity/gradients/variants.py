@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.wire import Wire
 
 DW_MEMORY_CASES = {"dw-memory-1/k=2": (1, 2), "dw-memory-20000/k=1": (20_000, 1), "dw-memory-20000/k=2": (20_000, 2)}
 """Bytes and chunks. One byte is too small for any dW; 20,000 are less than the peak without a bound."""
@@ -158,10 +157,10 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("mla", MLA, 1, {}),
     ("mla", MLA, 3, SEQUENCE),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
-    *(("hybrid", HYBRID, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate") for k in (1, 3)),
+    *(("hybrid", HYBRID, 3, {"over": over}) for over in ("experts", "gate")),
     ("hybrid-full-recompute", {**HYBRID, **FULL}, 3, {}),
-    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
+    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "stack")),
     *((name, settings, k, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items() for k in (1, 3)),
     ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),
     *PADDED,
@@ -194,7 +193,7 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
         VARIANTS["dense-first-layer"],
         Plan(
             (
-                Segment(1, 2, 2, ChunkDim.SEQUENCE, OverlapRange.LAYER),
+                Segment(1, 2, 2, ChunkDim.SEQUENCE),
                 Segment(3, None, 3, ChunkDim.BATCH, OverlapRange.EXPERTS),
             ),
             dw_window=6,
@@ -294,13 +293,11 @@ DEDUP_CASES: dict[str, DedupCase] = {
     }.items()
 }
 """On two ranks with EP=2; two experts a rank unless the model has more."""
-NARROW: dict[str, tuple[Plan, Wire]] = {
-    "wire-bf16/k=1": (fixed_plan(1), Wire.BF16),
-    "wire-bf16/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.BF16),
-    "wire-fp8/k=1": (fixed_plan(1), Wire.FP8),
-    "wire-fp8/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.FP8),
+NARROW: dict[str, Plan] = {
+    "wire-fp8/k=1": fixed_plan(1),
+    "wire-fp8/k=3/dedup": replace(fixed_plan(3), dispatch=Dispatch.DEDUP),
 }
-"""Messages whose hidden states are rounded."""
+"""Runs with ``--lancet-wire fp8``: messages whose hidden states are rounded."""
 
 
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:

@@ -70,7 +70,7 @@ IN_LAYOUTS: dict[str, tuple[str, Guarded]] = {
 
 def rows_of_another_token(stack: ExitStack) -> None:
     """Negative control: what comes back in a round is put to the places of the same ranks' other rows."""
-    from megatron_lancet.model.dispatcher.rounds import Round
+    from megatron_lancet.features.row_bound.rounds import Round
 
     def put_back(stock, one, rows, rows_n):
         stock(one, rows.roll(1, 0), rows_n)
@@ -80,7 +80,7 @@ def rows_of_another_token(stack: ExitStack) -> None:
 
 def gradients_of_one_round(stack: ExitStack) -> None:
     """Negative control: the experts' backward runs in the first round only."""
-    from megatron_lancet.model.in_rounds import ChunkInRounds
+    from megatron_lancet.features.row_bound.in_rounds import ChunkInRounds
 
     def gradients_of(stock, chunk, received, of_output, routes, second_run):
         is_first = routes is chunk.rounds[0].routes

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
@@ -25,6 +24,7 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch, fixed_plan
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.disturbances import naive_aux_loss
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock

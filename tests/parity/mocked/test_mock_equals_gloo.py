@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.lab.dry_run.run import examine
 from tests.ranks import launch
 from tests.unit.training.dry_run.test_sizes import LATENT, MODELS, MOE, SMALL, held_when_built
 

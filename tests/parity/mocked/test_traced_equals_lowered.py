@@ -67,7 +67,7 @@ def each_stage(num_chunks: int, overlap_range: OverlapRange = OverlapRange.STACK
 
 
 BATCH, SEQUENCE = ChunkDim
-EXPERTS, GATE, LAYER, STACK = OverlapRange
+EXPERTS, GATE, STACK = OverlapRange
 GAPS = (
     Gap("L4.c0.I.dispatch", ("W.output_layer", "L4.W.mlp.shared_experts.linear_fc1")),
     Gap("L3.c1.I.combine", ("L4.W.self_attention.linear_proj", "L9.W.no_such_layer", "L4.W.self_attention.linear_qkv")),
@@ -101,21 +101,21 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from cases_without_polling()
     yield from segment_cases()
     for model in ("no-shared-experts", "full-recompute", "selective-recompute"):
-        for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
+        for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, STACK), (2, BATCH, EXPERTS)):
             yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)
         yield f"{model}-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), model)
     for num_chunks in (1, 2):
         yield f"padded-k{num_chunks}-experts", Case(fixed_plan(num_chunks, overlap_range=EXPERTS), "padded")
     yield "padded-segments", Case(segmented(Segment(1, 2, 1), Segment(3, 3, 2, SEQUENCE, EXPERTS)), "padded")
     for model in ("mtp", "mtp-repeated"):
-        for num_chunks, dim, over in ((1, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
+        for num_chunks, dim, over in ((1, BATCH, STACK), (3, SEQUENCE, STACK), (2, BATCH, EXPERTS)):
             yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)
         yield f"{model}-k2-stack", Case(fixed_plan(2), model, has_priority=True)
         yield f"{model}-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), model)
         yield f"{model}-k2-dw-fitted-gaps", Case(fixed_plan(2), model, message_ms=4.0, has_fitted_gaps=True)
         yield f"{model}-segments", Case(segmented(Segment(1, 3, 2), Segment(4, 4, 3, SEQUENCE)), model)
     for stage in range(NUM_STAGES):
-        for num_chunks, over in ((1, STACK), (2, STACK), (2, GATE), (3, LAYER)):
+        for num_chunks, over in ((1, STACK), (2, STACK), (2, GATE), (3, STACK)):
             yield f"stage-{stage}-k{num_chunks}-{over}", Case(each_stage(num_chunks, over), f"stage-{stage}")
     yield from hybrid_cases()
     for over in OverlapRange:
@@ -123,29 +123,27 @@ def cases() -> Iterator[tuple[str, Case]]:
             plan = fixed_plan(num_chunks, overlap_range=over)
             yield f"priority-k{num_chunks}-{over}", Case(plan, has_priority=True)
     yield "priority-dw-none", Case(fixed_plan(2, DwPolicy.NONE), has_priority=True)
-    for num_chunks, over in ((1, STACK), (2, STACK), (3, LAYER)):
+    for num_chunks, over in ((1, STACK), (2, STACK), (3, STACK)):
         plan = dataclasses.replace(fixed_plan(num_chunks, overlap_range=over), dispatch=Dispatch.DEDUP)
-        yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if over is LAYER else "shared-experts")
+        yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if num_chunks == 3 else "shared-experts")
     yield from two_hop_cases()
     yield from tile_cases()
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
 
 
 def two_hop_cases() -> Iterator[tuple[str, Case]]:
-    for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
+    for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, STACK), (2, BATCH, EXPERTS)):
         plan = fixed_plan(num_chunks, DwPolicy.FILL, dim, over, dispatch=Dispatch.TWO_HOP)
         yield f"two-hop-k{num_chunks}-{over}", Case(plan, "two-nodes", has_priority=True)
     plan = fixed_plan(2, dispatch=Dispatch.TWO_HOP)
-    turns_of_hops = tuple(dataclasses.replace(segment, hop_turns=True) for segment in plan.segments)
-    by_hop = dataclasses.replace(plan, segments=turns_of_hops)
-    yield "two-hop-k2-hop-turns-slow-link", Case(by_hop, "two-nodes", message_ms=SLOW_MS, has_priority=True)
+    yield "two-hop-k2-slow-link", Case(plan, "two-nodes", message_ms=SLOW_MS, has_priority=True)
     yield "two-hop-k2-fitted-gaps", Case(plan, "two-nodes", message_ms=4.0, has_fitted_gaps=True)
     yield "two-hop-k2-cuda-fitted-gaps", Case(plan, "two-nodes", has_fitted_gaps=True, host_polls=False)
 
 
 def tile_cases() -> Iterator[tuple[str, Case]]:
-    before, half, after = OwnRows
-    for num_chunks, tiles, own_rows in ((1, 1, before), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
+    half, after = OwnRows
+    for num_chunks, tiles, own_rows in ((1, 1, after), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
         plan = fixed_plan(num_chunks, tiles=tiles, own_rows=own_rows)
         yield f"tiles-{tiles}-{own_rows}-k{num_chunks}", Case(plan, has_priority=True)
     plan = fixed_plan(1, tiles=2)
@@ -155,7 +153,7 @@ def tile_cases() -> Iterator[tuple[str, Case]]:
     yield "tiles-cuda-fitted-gaps", Case(plan, has_fitted_gaps=True, host_polls=False)
     yield "tiles-dedup-full-recompute", Case(dataclasses.replace(plan, dispatch=Dispatch.DEDUP), "full-recompute")
     yield "tiles-padded", Case(fixed_plan(1, overlap_range=EXPERTS, tiles=2), "padded")
-    yield "tiles-segments", Case(segmented(Segment(1, 2, 2, SEQUENCE, LAYER), Segment(3, None, 1, tiles=2)))
+    yield "tiles-segments", Case(segmented(Segment(1, 2, 2, SEQUENCE), Segment(3, None, 1, tiles=2)))
 
 
 def cases_without_polling() -> Iterator[tuple[str, Case]]:
@@ -191,7 +189,7 @@ def segment_cases() -> Iterator[tuple[str, Case]]:
         "segments-each-range",
         Case(
             segmented(
-                Segment(1, 1, 2, SEQUENCE, LAYER),
+                Segment(1, 1, 2, SEQUENCE),
                 Segment(2, 2, 1),
                 Segment(3, 3, 3, BATCH, EXPERTS),
                 Segment(4, 4, 2, SEQUENCE, GATE),
@@ -402,11 +400,11 @@ def test_program_that_is_not_the_planned_one_is_noticed(compared):
     """The model and the simulator share the table of turns: here only the model's chunks take turns in reverse."""
     case, expected, _ = compared
 
-    def reversed_turns(layers, num_chunks, overlap_range, hop_turns):
+    def reversed_turns(layers, num_chunks, overlap_range):
         def mirrored(chunk: int) -> int:
             return num_chunks - 1 - chunk
 
-        instructions = turns.program(layers, num_chunks, overlap_range, hop_turns)
+        instructions = turns.program(layers, num_chunks, overlap_range)
         return [
             one._replace(chunk=mirrored(one.chunk)) if isinstance(one, turns.Instruction) else one
             for one in instructions

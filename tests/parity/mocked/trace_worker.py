@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
     NUM_MICRO_BATCHES,
@@ -37,13 +37,12 @@ PLANS: dict[str, Plan] = {
     "batch": fixed_plan(2),
     "bounded": fixed_plan(2, dw_memory_bytes=20_000),
     "sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
-    "layer": fixed_plan(2, overlap_range=OverlapRange.LAYER),
     "gate": fixed_plan(2, overlap_range=OverlapRange.GATE),
     "experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
     "paired": paired(fixed_plan(1)),
     "paired-dw-at-once": paired(fixed_plan(1, DwPolicy.NONE)),
     "paired-batch": paired(fixed_plan(2)),
-    "paired-layer": paired(fixed_plan(2, overlap_range=OverlapRange.LAYER)),
+    "paired-gate": paired(fixed_plan(2, overlap_range=OverlapRange.GATE)),
 }
 NODES = Nodes(2, 2)
 """How the four ranks lie, for the one of the profile's plans that has two hops."""

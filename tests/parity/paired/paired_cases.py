@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
         {"num_moe_experts": 8},
         paired(
             Plan((Segment(1, 1, 1), Segment(2, 3, 2)), dw_window=4),
-            Plan((Segment(1, 2, 3, ChunkDim.SEQUENCE, OverlapRange.LAYER), Segment(3, None, 2)), dw_window=6),
+            Plan((Segment(1, 2, 3, ChunkDim.SEQUENCE), Segment(3, None, 2)), dw_window=6),
         ),
     ),
 }

@@ -197,7 +197,7 @@ def late_forwards(stack: ExitStack, comm: Any) -> None:
 
 def what_other_settings_raise() -> str:
     """Negative control: forwards run by the settings of a micro-batch at an end, wherever they are."""
-    from megatron_lancet.runtime.pairing import Pairing
+    from megatron_lancet.runtime.progress.pairing import Pairing
 
     def at_end(stack: ExitStack, comm: Any) -> None:
         def add(stock: Callable[..., Any], pairing: Pairing, run: Any, number: int, _: bool, num_waits: int) -> Any:

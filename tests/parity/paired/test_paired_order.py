@@ -23,7 +23,7 @@ PLANS: dict[str, Plan] = {
     "k1": paired(ONE),
     "k1-dw-none": paired(fixed_plan(1, DwPolicy.NONE)),
     "k2": paired(TWO),
-    "k2-layer": paired(fixed_plan(2, overlap_range=OverlapRange.LAYER)),
+    "k2-gate": paired(fixed_plan(2, overlap_range=OverlapRange.GATE)),
     "k3-experts": paired(fixed_plan(3, overlap_range=OverlapRange.EXPERTS)),
     "k1-with-k2-at-ends": paired(ONE, TWO),
     "k2-with-k1-at-ends": paired(TWO, ONE),

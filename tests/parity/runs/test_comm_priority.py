@@ -36,7 +36,7 @@ NUM_STEPS = 2
 CHUNK_BYTES = 9_000
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Plan]] = {
     "all-reduce/k=1": ({}, {}, plan_of(1)),
-    "all-reduce/k=2": ({"share_embeddings": True}, {}, plan_of(2, over="layer")),
+    "all-reduce/k=2": ({"share_embeddings": True}, {}, plan_of(2, over="gate")),
     "dw-none/k=1": ({}, {}, plan_of(1, dw="none")),
     "bf16/k=1": ({"bf16": True}, {"grad_reduce_in_fp32": False}, plan_of(1)),
     "reduce-scatter/k=1": ({}, {"use_distributed_optimizer": True}, plan_of(1)),

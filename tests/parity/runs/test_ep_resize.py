@@ -1,4 +1,4 @@
-"""Expert packing is a restart: a checkpoint goes on with another number of expert-parallel ranks, and back."""
+"""Another expert-parallel size is a restart: a checkpoint goes on with another number of ranks, and back."""
 
 import pytest
 

@@ -33,7 +33,7 @@ def test_hybrid_run_without_a_plan_is_megatrons(stock):
 def test_hybrid_run_with_one_chunk_equals_stock_to_the_bit(stock, token_data, tmp_path):
     expected, _ = stock
     ours = pretrain(token_data, [*EP2, *HYBRID, "--lancet-num-chunks", 1], tmp_path, train_iters=STEPS, te=True)
-    assert "megatron_lancet.model.hybrid" in ours.model_modules
+    assert "megatron_lancet.features.hybrid.model" in ours.model_modules
     for name in COMPARED:
         assert ours.series(name) == expected.series(name), name
 
@@ -44,7 +44,7 @@ def test_hybrid_run_in_interleaved_pipeline_stages_equals_stock(token_data, tmp_
         pretrain(token_data, [*EP2, *HYBRID, *stages, *plan], tmp_path / plan[0], 4, train_iters=3, te=True)
         for plan in (["--lancet-plan", "off"], ["--lancet-num-chunks", 2])
     )
-    assert "megatron_lancet.model.hybrid" in two.model_modules
+    assert "megatron_lancet.features.hybrid.model" in two.model_modules
     for name in ("lm loss", "grad norm"):
         assert two.series(name) == pytest.approx(off.series(name), rel=1e-5), name
 

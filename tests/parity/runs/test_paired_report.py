@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from megatron_lancet.lab.views.trace_file import TRACE_FILE, read_trace
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.report.timeline.trace_file import TRACE_FILE, read_trace
 from megatron_lancet.schedule.plan import fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
 from tests.ranks.pretraining import EP2, pretrain

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.from_trace.profile import STOCK as STOCK_STEP
-from megatron_lancet.planning.from_trace.profile import profile_from_traces
+from megatron_lancet.lab.from_trace.profile import STOCK as STOCK_STEP
+from megatron_lancet.lab.from_trace.profile import profile_from_traces
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from tests.ranks.pretraining import EP2, Run, pretrain

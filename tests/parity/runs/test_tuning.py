@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.lab.views.trace_file import read_trace
 from megatron_lancet.planning.plan_file import read_plan_file
 from megatron_lancet.planning.profile import read_profile
-from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.schedule.layers import LayerKind
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, Run, command_line, pretrain

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
 def first_call_of_a_step(stack: ExitStack) -> None:
     """Negative control: Transformer Engine's own forward, whose first dW of a step overwrites the gradient."""
-    from megatron_lancet.model.te.linear import TELinearPerChunk
+    from megatron_lancet.features.te.linear import TELinearPerChunk
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return super(TELinearPerChunk, self).forward(*args, **kwargs)
@@ -35,7 +35,7 @@ def first_call_of_a_step(stack: ExitStack) -> None:
 
 def grad_from_autograd_counts(stack: ExitStack) -> None:
     """Negative control: what autograd finds in ``.grad`` is added, as for Megatron's own linear layers."""
-    from megatron_lancet.model.te import linear
+    from megatron_lancet.features.te import linear
     from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 
     stack.enter_context(replaced(linear._WeightWithPlaceholder, "report", DeferredWeight.report))

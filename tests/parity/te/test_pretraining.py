@@ -50,7 +50,7 @@ def test_te_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks)
     flags = [*EP2, *TE, *SETTINGS[setting], "--lancet-num-chunks", num_chunks]
     ours = pretrain(token_data, flags, tmp_path, 2, NUM_ITERS, te=True)
     assert f"chunks={num_chunks}" in ours.outputs[0]
-    assert "megatron_lancet.model.te.linear" in ours.model_modules
+    assert "megatron_lancet.features.te.linear" in ours.model_modules
     assert len(ours.losses) == len(expected.losses) == NUM_ITERS
     for name in COMPARED:
         if num_chunks == 1:
@@ -72,7 +72,7 @@ def test_te_losses_with_interleaved_pipeline_stages_equal_stock(token_data, tmp_
     flags = [*EP2, *TE, *layout]
     expected = pretrain(token_data, [*flags, "--lancet-plan", "off"], tmp_path / "stock", 4, 3, te=True)
     ours = pretrain(token_data, [*flags, "--lancet-num-chunks", "1"], tmp_path / "ours", 4, 3, te=True)
-    assert "megatron_lancet.model.te.linear" in ours.model_modules
+    assert "megatron_lancet.features.te.linear" in ours.model_modules
     assert ours.losses == expected.losses
 
 

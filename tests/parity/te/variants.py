@@ -68,7 +68,7 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("mtp-repeated-fp8/bf16", {**FP8, **VARIANTS["mtp-repeated"]}, 1, {}),
     ("mtp-2-full-recompute", {**RECOMPUTE["full-recompute"], **VARIANTS["mtp-2"]}, 3, {}),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate")),
 ]
 """Further axes: name, overrides, chunks, fields of the plan."""
 
@@ -86,7 +86,7 @@ HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
         ),
     ),
 }
-"""Plans in which a module's own habits would give wrong gradients, see ``model/te/linear.py``; and planned gaps."""
+"""Plans in which a module's own habits would give wrong gradients, see ``features/te/linear.py``; and planned gaps."""
 
 GUARDED: dict[str, tuple[dict[str, Any], Plan]] = {
     "guarded/fused/k=2": (FUSED, fixed_plan(2)),
@@ -101,9 +101,9 @@ TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
-    "sequential-experts/tiles-2-before": (
+    "sequential-experts/tiles-2-after": (
         MODELS["sequential-experts"],
-        fixed_plan(1, tiles=2, own_rows=OwnRows.BEFORE),
+        fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER),
     ),
 }
 """Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""

@@ -11,7 +11,7 @@ from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, Plan, Segment, fixed_plan
 from tests.parity.gradients.variants import CAPACITY, FORCED, FULL, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
 
-HALF, BEFORE, AFTER = OwnRows.HALF, OwnRows.BEFORE, OwnRows.AFTER
+HALF, AFTER = OwnRows.HALF, OwnRows.AFTER
 
 
 class TiledCase(NamedTuple):
@@ -53,14 +53,14 @@ _MIXED = Plan((Segment(1, 1, 1, tiles=2), Segment(2, 2, 1), Segment(3, None, 2, 
 CASES: dict[str, TiledCase] = {
     **{f"tiles-{t}-{own}/k=1": TiledCase({}, _tiled(t, own)) for t in (1, 2, 4) for own in OwnRows},
     "tiles-2-half/k=2": TiledCase({}, _tiled(2, HALF, 2), disturbed=True),
-    "tiles-1-before/k=2": TiledCase({}, _tiled(1, BEFORE, 2)),
+    "tiles-1-after/k=2": TiledCase({}, _tiled(1, AFTER, 2)),
     "tiles-4-after/k=2": TiledCase({}, _tiled(4, AFTER, 2)),
     "tiles-2-half/k=3/sequence": TiledCase({}, _tiled(2, HALF, 3, chunk_dim=ChunkDim.SEQUENCE)),
     "tiles-2-half/k=3/gate": TiledCase({}, _tiled(2, HALF, 3, overlap_range=OverlapRange.GATE)),
     "shared-expert/tiles-2-half/k=1": TiledCase(VARIANTS["shared-expert"], TWO),
     "idle-expert/tiles-4-half/k=1": TiledCase(FORCED["idle-expert"], _tiled(4, HALF)),
     "idle-rank/tiles-2-after/k=1": TiledCase(FORCED["idle-rank"], _tiled(2, AFTER)),
-    "all-to-one-expert/tiles-2-before/k=3": TiledCase(FORCED["all-to-one-expert"], _tiled(2, BEFORE, 3)),
+    "all-to-one-expert/tiles-2-after/k=3": TiledCase(FORCED["all-to-one-expert"], _tiled(2, AFTER, 3)),
     "capacity-probs/tiles-2-half/k=1": TiledCase(CAPACITY, _WHOLE_EXPERTS),
     "capacity-padded/tiles-2-half/k=1": TiledCase(WHOLE_ROUTING["capacity-padded"], _WHOLE_EXPERTS),
     # Four of a micro-batch's tokens are left: most tiles have one row or none.
@@ -97,7 +97,7 @@ IN_LAYOUTS: dict[str, TiledCase] = {
         {"hidden_dropout": 0.1, "attention_dropout": 0.1}, TWO, layout="EP2xTP2"
     ),
     "EP2xETP2/tiles-2-half/k=1": TiledCase({}, TWO, layout="EP2xETP2"),
-    "EP2xCP2/tiles-1-before/k=2": TiledCase({}, _tiled(1, BEFORE, 2), layout="EP2xCP2"),
+    "EP2xCP2/tiles-1-after/k=2": TiledCase({}, _tiled(1, AFTER, 2), layout="EP2xCP2"),
 }
 SWITCHED: dict[str, Plan] = {
     "whole-tiles": TWO,
@@ -110,22 +110,22 @@ SWITCHED: dict[str, Plan] = {
 
 def rows_of_the_last_part_lost(stack: ExitStack) -> None:
     """Negative control: a dW lacks the rows of a part."""
-    from megatron_lancet.model.tiles import weight_grads
+    from megatron_lancet.features.tiles import weight_grads
 
     stack.enter_context(around(weight_grads, "pieces_of", lambda stock, rows_oS: stock(rows_oS[:-1])))
 
 
 def rows_come_back_to_others(stack: ExitStack) -> None:
     """Negative control: what comes back is joined one row off."""
-    from megatron_lancet.model.tiles.chunk import ChunkInParts
+    from megatron_lancet.features.tiles.chunk import ChunkInParts
 
     stack.enter_context(around(ChunkInParts, "joined", lambda stock, parts: torch.roll(stock(parts), 1, 0)))
 
 
 def rows_by_part(stack: ExitStack) -> None:
     """Negative control: a dW's rows are in the order in which parts come, and not in that of their sources."""
-    from megatron_lancet.model.tiles import weight_grads
-    from megatron_lancet.model.tiles.weight_grads import Piece
+    from megatron_lancet.features.tiles import weight_grads
+    from megatron_lancet.features.tiles.weight_grads import Piece
 
     def pieces_of(rows_oS):
         return [Piece(part, 0, sum(of_part)) for part, of_part in enumerate(rows_oS) if sum(of_part)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.bins.cases import BALANCED, FIELDS, FIRST_FIT, ROWS, dealings
+from benchmarks.bins.cases import BALANCED, FIELDS, FIRST_FIT, PADDED, ROWS, computed, dealings
 from benchmarks.bins.summary import as_markdown, summarise
 from benchmarks.harness.cases import Shape
 from megatron_lancet.schedule.documents.cost import DocumentCost
@@ -14,6 +14,8 @@ def test_each_way_has_all_documents_once():
         dealing = deal(drawn)
         assert sorted(sample for rank in dealing.bins for indices in rank for sample in indices) == list(range(5))
         assert [len(rank) for rank in dealing.bins] == ([3, 2] if name == ROWS else [2, 2])
+        num_tokens = sum(batch.num_tokens for rank in computed(name, drawn, dealing, shape) for batch in rank)
+        assert num_tokens == {ROWS: 5 * 8, PADDED: 2 * 2 + 8 + 3 + 5}.get(name, 20)
 
 
 def test_rows_are_those_of_the_samples():

@@ -9,7 +9,7 @@ from benchmarks.causes.cases import CASES, SIZES
 from benchmarks.causes.summary import as_markdown, as_text, summarise
 from benchmarks.harness.job import read_job
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.replay import Cause
 
 FIELDS = ("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
 
@@ -30,7 +30,7 @@ def case_of(name: str, without, beside, is_disturbed=False):
     return {**dataclasses.asdict(CASES[name]), "rate_bps": 3e8, "sample_fields": list(FIELDS), "runs": [run]}
 
 
-def test_what_rises_most_is_named_and_its_size_compared_with_what_was_injected():
+def test_largest_rise_is_named_and_compared_with_the_injected():
     without = [step(50.0, wire=50.0), step(52.0, wire=52.0), step(51.0, wire=50.0, rows=1.0)]
     beside = [step(80.0, wire=50.0, rows=30.0), step(82.0, wire=51.0, rows=31.0), step(81.0, wire=52.0, rows=29.0)]
     (run,) = summarise(case_of("rows", without, beside)).runs

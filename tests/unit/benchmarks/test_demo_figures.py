@@ -83,7 +83,7 @@ def test_summary_has_the_samples_that_it_is_made_of(comparison):
     assert Comparison.read(found).summary() == comparison.summary()
 
 
-def test_loss_difference_is_the_largest_of_all_steps_also_of_warm_up(comparison):
+def test_loss_difference_is_largest_of_all_steps_also_of_warm_up(comparison):
     assert comparison.max_loss_difference == pytest.approx(4e-6 / 5, rel=1e-6)
     comparison.add(OURS, 1, step(1, 100, 20, loss=5.5))
     assert comparison.max_loss_difference == pytest.approx(0.1)
@@ -99,9 +99,7 @@ def of_demo(comparison: Comparison, **changes: Any) -> dict[str, Any]:
 
 def test_claim_has_the_measured_figures_and_what_they_hold_for(comparison):
     summary = of_demo(comparison)
-    figures = (
-        "ours is 2.00 times as fast (quartiles 1.73 to 2.67) and waits for 10 % of its step; losses agree to 8e-7."
-    )
+    figures = "ours is 2.00x faster (quartiles 1.73 to 2.67) and waits for 10 % of its step; losses agree to 8e-7."
     assert claim(summary) == f"On a link set so that stock waits for 45 % of its step (40 % in this run), {figures}"
     assert conditions(summary) == (
         "Both run the same attention kernel (Megatron's unfused core attention), reduce gradients over the link of the "
@@ -133,7 +131,7 @@ def test_core_attention_is_that_of_the_model():
     assert core_attention(stages) == "Identity+ReLU"
 
 
-def test_typical_step_is_a_traced_and_measured_one_near_the_median(comparison):
+def test_typical_step_is_traced_and_measured_one_near_median(comparison):
     assert comparison.typical(STOCK) is None
     slow, near = (RankTimeline(0, (), step_ms) for step_ms in (240.0, 190.0))
     comparison.add(STOCK, 1, step(1, 200, 90, timeline=TIMELINE))
@@ -189,9 +187,7 @@ def test_picture_says_what_it_shows(comparison):
     assert stock.get_title("left") == "stock Megatron: this step 10 ms (median 200 ms), 20% of it waiting"
     assert ours.get_title("left").startswith("Megatron-Lancet: this step 10 ms (median 100 ms)")
     assert "paced" in ours.get_xlabel()
-    assert figure.get_suptitle() == (
-        "Stock waited 40 % of its step, ours 10 %: 2.00 times as fast (quartiles 1.73 to 2.67)"
-    )
+    assert figure.get_suptitle() == ("Stock waited 40 % of its step, ours 10 %: 2.00x faster (quartiles 1.73 to 2.67)")
 
 
 class Below:
@@ -217,7 +213,7 @@ class Arrived:
         return 1e9, 2e9
 
 
-def test_paced_transport_hands_messages_on_in_their_order_and_raises_what_they_raise():
+def test_paced_transport_keeps_order_and_raises_errors():
     below, stats = Below(), CommStats(torch.device("cpu"))
     paced = PacedTransport(below, rank=0, wire=PacedWire(Pace(1e12)), stats=stats)
     transfers = [paced.launch(torch.empty(0), torch.ones(rows, 4), [0, 0], [rows, 0]) for rows in (3, 1, 2, 0)]
@@ -241,7 +237,7 @@ def buckets(num_ranks: int, is_sharded: bool = False) -> Any:
     return found
 
 
-def test_reduction_sends_each_part_once_around_the_ring_and_its_sum_again():
+def test_reduction_sends_parts_and_sums_around_a_ring():
     assert [reduced_bytes(buckets(num_ranks)) for num_ranks in (1, 2, 4)] == [0, 400, 600]
     assert reduced_bytes(buckets(2, is_sharded=True)) == 200
 

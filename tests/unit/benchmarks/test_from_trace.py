@@ -58,7 +58,7 @@ def test_a_slower_op_is_marked_and_weighs_as_often_as_it_runs():
     assert "!" in as_text([found])
 
 
-def test_predictions_are_compared_with_the_slower_rank_of_real_steps():
+def test_predictions_are_compared_with_slower_rank_of_real_steps():
     found = compare(case_of(OWN))
     (predicted,) = found.predicted
     assert (predicted.measured_ms, predicted.own_error, predicted.trace_error) == (
@@ -77,7 +77,7 @@ def test_small_differences_of_short_ops_count_as_equal():
     assert Pair("", 0.0, 0.1).difference == 0
 
 
-def test_the_command_runs_the_case_of_45_percent_and_refuses_others(tmp_path):
+def test_command_runs_case_of_45_percent_and_refuses_others(tmp_path):
     job = make_job(parse_arguments([]), [0, 1], tmp_path / "result.json")
     assert [case.name for case in job.cases] == ["45"]
     assert job.cases[0].variants == CASES["45"].variants

@@ -102,7 +102,7 @@ def test_predicted_is_beside_measured_with_the_error():
     assert "| 67 % |" in page  # hidden: (300 - 200) / (300 - 150)
 
 
-def test_a_rehearsal_says_that_its_figures_mean_nothing_and_compares_none():
+def test_rehearsal_says_that_its_figures_mean_nothing():
     page = written(result(RECORDS, is_rehearsal=True))
     assert "no figure means anything" in page
     assert "| 10:45 | pairs |" not in page

@@ -40,7 +40,7 @@ def test_errors_are_relative_to_what_was_measured():
     assert by_variant(MEASURED)["ideal"].exposed_ms.error("modelled") is None  # of 0 ms every error is infinite
 
 
-def test_hidden_share_lies_between_stock_and_ideal_of_the_same_source():
+def test_hidden_share_lies_between_stock_and_ideal():
     found = by_variant(MEASURED)
     assert found["pairs"].hidden.measured == pytest.approx(40 / 50)
     assert found["pairs"].hidden.predicted == pytest.approx({"modelled": 30 / 40, "simulated": 1.0})

@@ -55,7 +55,7 @@ def test_communication_of_a_trace():
     assert found.idle_ms == pytest.approx(0.1)  # between the copy and the last kernel
 
 
-def test_messages_of_synchronous_collectives_are_on_the_stream_that_computes():
+def test_synchronous_collectives_are_on_the_compute_stream():
     trace = {
         "traceEvents": [
             piece(7, 0, 1000),

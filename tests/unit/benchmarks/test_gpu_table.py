@@ -31,7 +31,7 @@ def test_only_rounds_in_which_both_ran_are_compared():
     assert "late" not in rows  # one round has no quartiles
 
 
-def test_records_are_sorted_by_link_and_variant_and_what_failed_is_left_out():
+def test_records_are_sorted_and_failed_ones_left_out():
     step = {"name": "step", "link": "slow"}
     records = [
         {"name": "variant", "variant": "refused", "skipped": "needs x"},
@@ -90,7 +90,7 @@ def test_errors_of_bf16_pass_and_a_lost_chunk_does_not():
             check_errors("ours", relative_errors({"w": wrong}, truth), stock)
 
 
-def test_megatrons_overlap_is_skipped_only_where_megatron_refuses_its_configuration():
+def test_megatrons_overlap_is_skipped_only_where_it_is_refused():
     def work(**changes) -> Work:
         return Work(SIZES["tiny"], **{"num_ranks": 2, "num_micro_batches": 2, "device": torch.device("cpu"), **changes})
 

@@ -86,7 +86,7 @@ def schedule(monkeypatch):
         yield schedule
 
 
-def test_nodes_run_on_the_thread_of_their_stream_and_wait_for_what_they_take(schedule):
+def test_nodes_run_on_their_streams_thread_and_wait_for_inputs(schedule):
     def enqueue() -> Any:
         compute, dispatch, experts = schedule.node("compute"), schedule.node("dispatch", True), schedule.node("experts")
         return experts.forward(dispatch.forward(compute.forward(torch.zeros(1))))
@@ -95,7 +95,7 @@ def test_nodes_run_on_the_thread_of_their_stream_and_wait_for_what_they_take(sch
     assert schedule.ran == [("compute", COMPUTE), ("dispatch", COMMUNICATION), ("experts", COMPUTE)]
 
 
-def test_a_dispatch_starts_beside_compute_that_was_enqueued_in_front_of_it(schedule):
+def test_dispatch_starts_beside_earlier_compute(schedule):
     """Megatron enqueues a forward dispatch after the experts' backward, which is not its input."""
     started = threading.Event()
     found: list[bool] = []

@@ -43,7 +43,7 @@ def repeat(step_ms: float, exposed_ms: float) -> list[tuple[float, ...]]:
     return [(step_ms, exposed_ms - 7, 4.0, 3.0), (step_ms * 1.1, exposed_ms - 12, 4.0, 3.0)]
 
 
-def test_the_step_is_the_slower_ranks_and_the_exposed_time_a_mean_of_the_ranks():
+def test_step_is_slower_ranks_and_exposed_time_mean_of_ranks():
     repeats = [repeat(100, 50), repeat(200, 60), repeat(110, 52)]
     (one,) = compare(case_result({"k1": repeats}, {"k1": (133.1, 42.0)})).comparisons
     assert one.measured_ms == pytest.approx(121)
@@ -61,7 +61,7 @@ def test_exposed_time_is_close_within_ten_ms_or_fifteen_per_cent(measured_ms, pr
     assert case.comparisons[0].exposed_is_close is is_close
 
 
-def test_the_first_half_of_the_repeats_is_compared_with_the_second():
+def test_first_half_of_repeats_is_compared_with_second():
     """What the machine's own unrest makes of a perfect prediction."""
     repeats = [repeat(step_ms, 100) for step_ms in (100, 100, 100, 125, 125, 125)]
     case = compare(case_result({"k1": repeats, "k1-dw": repeats[:1]}, {"k1": (110, 97.5), "k1-dw": (110, 97.5)}))
@@ -93,7 +93,7 @@ def test_errors_of_plans_with_pairing_are_summed_up_apart():
 
 
 @pytest.mark.parametrize(("planned_ms", "fastest", "slower"), [(103, "stack-k2", 0.03), (98, PLANNED, 0.0)])
-def test_the_planners_choice_is_compared_with_the_fastest_configuration(planned_ms, fastest, slower):
+def test_planners_choice_is_compared_with_fastest_configuration(planned_ms, fastest, slower):
     measured = {"k1": [repeat(150, 50)], "stack-k2": [repeat(100, 50)], PLANNED: [repeat(planned_ms, 50)]}
     case = compare(case_result(measured, dict.fromkeys(measured, (100.0, 50.0))))
     assert case.fastest == fastest
@@ -101,7 +101,7 @@ def test_the_planners_choice_is_compared_with_the_fastest_configuration(planned_
     assert f"takes {slower:.1%} longer than the fastest, {fastest} (wanted: at most 2%)" in as_text([case])
 
 
-def test_tables_have_every_configuration_and_say_what_was_disturbed():
+def test_tables_have_every_configuration_and_disturbances():
     result = case_result({"k1": [repeat(100, 50)]}, {"k1": (121.0, 10.0)})
     result["disturbance"] = {"is_disturbed": True}
     case = compare(result)
@@ -111,7 +111,7 @@ def test_tables_have_every_configuration_and_say_what_was_disturbed():
         assert "-37.5 !" in text
 
 
-def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_skew():
+def test_cases_cover_shares_chunks_ranges_axes_dws_and_skew():
     cases = choose([], None)
     ran = {(case.name, name) for case in cases for name in case.variants}
     assert len(ran) >= 12
@@ -129,45 +129,56 @@ def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_sk
     assert {case.shape.micro_batches for case in cases} == {1}
 
 
-def test_plans_with_pairing_are_predicted_on_the_shape_and_the_shares_of_the_network_benchmark():
-    cases = choose([], None, PRESETS["pairing"])
-    assert [case.name for case in cases] == list(PAIRED_CASES)
-    assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
-    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
+@pytest.mark.parametrize(
+    ("preset", "of_network", "configurations"),
+    [
+        (
+            "pairing",
+            dict.fromkeys(PAIRED_CASES, ""),
+            "k1 stack-k2-dw paired-k1 paired-k1-none paired-k2 paired-mix planned",
+        ),
+        ("dispatch", dict.fromkeys(("45-top4", "65-top4"), ""), "k1 stack-k2-dw dedup-k1 dedup-k2 planned"),
+        (
+            "nodes",
+            dict.fromkeys(("65-nodes-top4", "unshaped-nodes-top4"), "nodes-top4"),
+            "k1 stack-k2-dw dedup-k2 two-hop-k1 two-hop-k2 planned",
+        ),
+    ],
+)
+def test_plans_are_predicted_on_cases_of_the_network_benchmark(preset, of_network, configurations):
+    cases = choose([], None, PRESETS[preset])
+    assert [case.name for case in cases] == list(of_network)
     for case in cases:
-        assert case.shape == NETWORK_CASES[case.name].shape
-        assert case.variants == ("k1", "stack-k2-dw", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", PLANNED)
+        network = NETWORK_CASES[of_network[case.name] or case.name]
+        share = None if case.name.startswith("unshaped") else network.exposed_share
+        assert (case.shape, case.exposed_share, case.nodes) == (network.shape, share, network.nodes)
+        assert case.variants == tuple(configurations.split())
+
+
+def test_presets_have_what_they_are_named_for():
+    assert {CASES[name].exposed_share for name in PAIRED_CASES} == {0.2, 0.45, 0.65}
+    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
     mix = FIXED_PLANS["paired-mix"]
     assert (mix.in_middle.num_chunks, mix.at_ends.num_chunks) == (1, 2)
 
 
-def test_deduplicated_plans_are_predicted_on_the_shape_of_the_network_benchmark():
-    cases = choose([], None, PRESETS["dispatch"])
-    assert [case.name for case in cases] == ["45-top4", "65-top4"]
-    for case in cases:
-        assert (case.shape, case.exposed_share) == (
-            NETWORK_CASES[case.name].shape,
-            NETWORK_CASES[case.name].exposed_share,
-        )
-        assert case.variants == ("k1", "stack-k2-dw", "dedup-k1", "dedup-k2", PLANNED)
-    with pytest.raises(UsageError, match=r"dedup-k1 .* in case 20 a token has one expert .* Pass --cases 45-top4\."):
-        choose(["20"], ["dedup-k1"])
-
-
-def test_plans_with_two_hops_are_predicted_on_a_slow_link_between_nodes_and_on_a_free_one():
-    slow, free = choose([], None, PRESETS["nodes"])
-    assert (slow.name, free.name) == ("65-nodes-top4", "unshaped-nodes-top4")
-    network = NETWORK_CASES["nodes-top4"]
-    assert (slow.shape, slow.exposed_share, slow.nodes) == (network.shape, network.exposed_share, network.nodes)
-    assert (free.shape, free.exposed_share, free.nodes) == (network.shape, None, network.nodes)
-    for case in (slow, free):
-        assert case.variants == ("k1", "stack-k2-dw", "dedup-k2", "two-hop-k1", "two-hop-k2", PLANNED)
-    with pytest.raises(UsageError, match=r"two-hop-k1 .* in case 45-top4 a node has one rank.* Pass --cases 65-nodes"):
-        choose(["45-top4"], ["two-hop-k1"])
+@pytest.mark.parametrize(
+    ("case", "configuration", "message"),
+    [
+        ("20", "dedup-k1", r"dedup-k1 .* in case 20 a token has one expert .* Pass --cases 45-top4\."),
+        ("45-top4", "two-hop-k1", r"two-hop-k1 .* in case 45-top4 a node has one rank.* Pass --cases 65-nodes"),
+        ("20", "paired-k1", r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"),
+        ("21", None, "there is no"),
+        ("20", "k3", "there is no"),
+    ],
+)
+def test_impossible_cases_are_refused(case, configuration, message):
+    with pytest.raises(UsageError, match=message):
+        choose([case], None if configuration is None else [configuration])
 
 
 @pytest.mark.parametrize(("planned", "dispatch"), [("stack-k2", "plain"), ("two-hop-k2", "two-hop")])
-def test_the_table_says_which_dispatch_was_planned_also_where_the_link_has_no_cap(planned, dispatch):
+def test_table_says_which_dispatch_was_planned(planned, dispatch):
     measured = {"k1": [repeat(150, 50)], PLANNED: [repeat(100, 50)]}
     result = case_result(measured, dict.fromkeys(measured, (100.0, 50.0)))
     result["plans"][PLANNED] = to_plain(FIXED_PLANS[planned])
@@ -177,17 +188,9 @@ def test_the_table_says_which_dispatch_was_planned_also_where_the_link_has_no_ca
     assert ": no cap, k1 exposes" in text
 
 
-def test_a_pair_needs_a_second_micro_batch():
-    with pytest.raises(UsageError, match=r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"):
-        choose(["20"], ["paired-k1"])
-
-
-def test_unknown_names_are_refused_and_orders_are_ours():
+def test_orders_are_ours():
     (case,) = choose(["20"], [PLANNED, "k1"])
     assert case.variants == ("k1", PLANNED)
-    for cases, configurations in ((["21"], None), ([], ["k3"])):
-        with pytest.raises(UsageError, match="there is no"):
-            choose(cases, configurations)
 
 
 def test_a_job_survives_its_file(tmp_path):
@@ -210,7 +213,7 @@ def test_a_job_survives_its_file(tmp_path):
         (["--nodes"], 6, "65-nodes-top4"),
     ],
 )
-def test_a_part_of_the_benchmark_has_repeats_and_cases_of_its_own(argv, repeats, first, tmp_path):
+def test_part_of_benchmark_has_repeats_and_cases_of_its_own(argv, repeats, first, tmp_path):
     job = make_job(parse_arguments(argv), [0, 1], tmp_path / "result.json")
     assert (job.repeats, job.cases[0].name) == (repeats, first)
 

@@ -11,7 +11,7 @@ from megatron_lancet.training.checkpoint.reader import StoredRun
 
 
 @pytest.mark.parametrize("model_file", [None, Path("elsewhere")])
-def test_trust_remote_code_of_a_checkpoint_is_not_passed_to_the_tokenizer(monkeypatch, model_file):
+def test_trust_remote_code_is_not_passed_to_the_tokenizer(monkeypatch, model_file):
     asked = []
 
     def build_tokenizer(args):

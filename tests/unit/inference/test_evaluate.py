@@ -8,7 +8,7 @@ from megatron_lancet.inference.evaluate import note_on_documents
 
 
 @pytest.mark.parametrize("flag", ["dataloader_inter_document_masking", "reset_attention_mask"])
-def test_windows_with_several_documents_have_a_note_where_training_kept_these_apart(flag):
+def test_windows_with_several_documents_have_a_note(flag):
     arguments = {"dataloader_inter_document_masking": False, "reset_attention_mask": False}
     assert note_on_documents(argparse.Namespace()) is None
     assert note_on_documents(argparse.Namespace(**arguments)) is None

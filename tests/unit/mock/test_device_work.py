@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock import paced_link
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_work import DeviceWork
-from megatron_lancet.mock.pace import Pace, Words
-from megatron_lancet.mock.paced_link import PacedLink
-from megatron_lancet.mock.transfer import Transfer
+from megatron_lancet.testkit.mock import paced_link
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_work import DeviceWork
+from megatron_lancet.testkit.mock.pace import Pace, Words
+from megatron_lancet.testkit.mock.paced_link import PacedLink
+from megatron_lancet.testkit.mock.transfer import Transfer
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.link import KERNEL, virtual_link
+from megatron_lancet.testkit.virtual_gpu.log import Kernel, StreamWaits
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.link import KERNEL, virtual_link
-from megatron_lancet.virtual_gpu.log import Kernel, StreamWaits
 
 MODEL = Link(latency_us=10, gbytes_per_s=1)
 NUM_BYTES = 4000
@@ -75,7 +75,7 @@ def test_tensor_that_is_changed_while_it_is_sent_is_found(gpu, link):
     assert KERNEL in gpu.problems[0].text
 
 
-def test_synchronous_message_runs_on_the_callers_stream_which_waits_for_nothing(gpu, link):
+def test_synchronous_message_runs_on_the_callers_stream(gpu, link):
     stream = gpu.Stream()
     with gpu.watch(late=[stream]), torch.cuda.stream(stream):
         work, received, _ = message(link, None)
@@ -182,7 +182,7 @@ def test_a_message_that_gave_up_is_an_error_of_the_next_one(gpu, link):
 
 def test_a_machine_without_triton_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "megatron_lancet.mock.paced_kernel", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_lancet.testkit.mock.paced_kernel", raising=False)
     tensor = torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(UsageError, match="needs Triton"):
         paced_link.launch(tensor, tensor, Pace(0, 0, 0, True), Words(tensor, tensor, tensor), 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lancet.mock.link import Link, Queue
+from megatron_lancet.testkit.mock.link import Link, Queue
 
 
 def test_link_time_is_latency_plus_bytes_over_bandwidth():

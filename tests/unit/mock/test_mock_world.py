@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock import mock_group
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
-from megatron_lancet.mock.mock_group import free_link
-from megatron_lancet.mock.mock_work import Clock
-from megatron_lancet.mock.mock_world import MockedNodes, mock_world
-from megatron_lancet.mock.paced_link import PacedLink
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.group import GroupTransport
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.testkit.mock import mock_group
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_work import Clock
+from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
+from megatron_lancet.testkit.mock.paced_link import PacedLink
+from megatron_lancet.training.megatron.mock_patches import counts_of_all_ranks
 from tests.fakes import cpu_stats
 
 NEVER = Link(latency_us=1e12)
@@ -49,7 +49,7 @@ def test_mock_world_is_initialized_and_destroyed():
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_mocked_messages_on_a_device_with_one_connection_are_refused(four_ranks, monkeypatch):
+def test_mocked_messages_with_one_connection_are_refused(four_ranks, monkeypatch):
     monkeypatch.setattr(mock_group, "on_cuda", lambda tensor: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* Set it to 32, or unset it\."):
@@ -201,17 +201,6 @@ def test_mock_groups_can_have_their_own_links():
         x = torch.ones(1)
         dist.all_reduce(x, group=fast)
         assert x.item() == 2
-
-
-def test_free_link_is_for_messages_of_the_host_that_are_issued_inside():
-    with mock_world(2, NEVER):
-        late = dist.all_reduce(torch.ones(1), async_op=True)
-        with free_link():
-            x = torch.ones(1)
-            dist.all_reduce(x)
-            assert x.item() == 2
-        assert not late.is_completed()
-        assert not dist.all_reduce(torch.ones(1), async_op=True).is_completed()
 
 
 def test_equal_links_are_one_link_on_a_device():

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_lancet.mock.pace import (
+from megatron_lancet.testkit.mock.pace import (
     ARRIVED,
     FINISHED,
     LAST_END,
@@ -17,7 +17,7 @@ from megatron_lancet.mock.pace import (
     Words,
     paces_of,
 )
-from tests.triton_kernels import PACED_COPY, loaded_kernels
+from tests.triton_kernels import loaded_kernels
 
 NOW_NS, TICK_NS = 1_000_000, 7
 LATENCY_US, DURATION_US = 2, 5
@@ -25,7 +25,7 @@ LATENCY_US, DURATION_US = 2, 5
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    return loaded_kernels(interpreted=True, name=PACED_COPY)
+    return loaded_kernels(interpreted=True)
 
 
 class FakeClock:
@@ -223,7 +223,7 @@ FINDS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_of_the_kernel_are_found(mutant, tmp_path, monkeypatch):
-    changed = loaded_kernels(interpreted=True, name=PACED_COPY, change=MUTANTS[mutant], folder=tmp_path)
+    changed = loaded_kernels(interpreted=True, change=MUTANTS[mutant], folder=tmp_path)
     with pytest.raises((AssertionError, ValueError)):
         FINDS[mutant](changed, monkeypatch)
 

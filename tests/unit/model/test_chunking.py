@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from megatron_lancet.features.documents.lengths import Documents
+from megatron_lancet.features.documents.packed import PackedMicroBatch
 from megatron_lancet.model.chunking import (
     Chunk,
     make_chunks,
@@ -9,8 +11,6 @@ from megatron_lancet.model.chunking import (
     split_rows,
     whole_micro_batch,
 )
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 WHOLE, BATCH = Segment(1, None, 1), Segment(1, None, 2)

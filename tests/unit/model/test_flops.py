@@ -33,7 +33,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cost_of_a_pair_is_that_of_the_heads_over_the_weights_of_a_token(one_rank, name):
+def test_cost_of_pair_is_that_of_heads_over_weights_of_token(one_rank, name):
     from megatron_lancet.training.megatron.patches import core_attention_without_te
 
     config = transformer_config(**MODELS[name])

@@ -54,7 +54,7 @@ def changed(sample: int, query: int, key: int) -> torch.Tensor:
     ],
     ids=["document", "later", "bidirectional", "float", "padding"],
 )
-def test_a_mask_that_sequence_chunks_would_ignore_is_refused_by_the_model(one_rank, mask, found):
+def test_model_refuses_masks_that_sequence_chunks_ignore(one_rank, mask, found):
     message = rf"^sequence chunks attend to all .* {found}.*Pass the causal mask or None, .* --lancet-chunk-dim batch"
     with pytest.raises(UsageError, match=message), replaced(masks, "_PIECE", 100):
         prepared(SEQUENCE)(TOKENS, TOKENS, mask)
@@ -110,7 +110,7 @@ def test_slices_of_a_context_parallel_rank_see_no_later_position(one_rank, monke
 
 
 @pytest.mark.parametrize(("plan", "sdpa"), [(SEQUENCE, False), (BATCH, True)])
-def test_attention_of_another_mask_type_is_refused_where_the_kernel_is_causal(one_rank, plan, sdpa):
+def test_other_mask_types_are_refused_by_causal_kernels(one_rank, plan, sdpa):
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_lancet.model.gpt import set_plan

@@ -9,17 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.features.dedup.dispatcher import DeduplicatedDispatcher
+from megatron_lancet.features.two_hop.dispatcher import TwoHopDispatcher
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
-from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.recompute import Recompute
-from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm import Comm, CommSettings
 from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
@@ -28,6 +26,8 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Layer, verbs_of
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.fakes import cpu_stats
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN, TOPK = 2, 4, 8, 2
@@ -93,12 +93,12 @@ def routed_chunk() -> ChunkState:
 def forward(moe: OverlappingMoE, x: ChunkState, verbs: Layer) -> None:
     """Runs a layer's ops behind the router."""
     for verb in verbs[verbs.index(Compute(OpKind.ROUTE)) + 1 :]:
-        if verb in moe_layer.FORWARD:
-            moe_layer.FORWARD[verb](moe, x)
+        if verb in moe_layer.OPS:
+            moe_layer.OPS[verb](moe, x)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(experts=True)], ids=["kept", "recomputed"])
-def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm, recompute):
+def test_rows_are_freed_when_packed_and_when_sorted(comm, recompute):
     experts = Experts()
     moe, x = moe_of(comm, experts, recompute), routed_chunk()
     hidden_sbH, probs_tE = x.normed_sbH, x.probs_tE
@@ -123,10 +123,10 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm, dispatch):
+def test_trace_has_rows_with_and_without_duplicates(comm, dispatch):
     """The first token has both of its experts on rank 0, the others one on each rank."""
     moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
-    comm.dispatch = dispatch
+    comm.use(CommSettings(dispatch))
     comm.record_to(trace)
     moe_layer.launch_counts(moe, x)
     moe_layer.preprocess(moe, x)
@@ -154,9 +154,9 @@ class KeepingExperts:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
+def test_deduplicated_rows_are_recomputed_and_not_kept(comm, recomputed):
     """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
-    comm.dispatch = Dispatch.DEDUP
+    comm.use(CommSettings(Dispatch.DEDUP))
     experts = KeepingExperts()
     moe, x = moe_of(comm, experts, Recompute(experts=recomputed)), routed_chunk()
     hidden_sbH = x.normed_sbH
@@ -165,8 +165,8 @@ def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, reco
         if verb in (Compute(OpKind.EXPERTS), Compute(OpKind.POSTPROCESS)):
             received.append(StorageWeakRef(x.rows[0].untyped_storage()))
             assert len(x.rows[0]) == 5  # of six choices two are on one rank
-        if verb in moe_layer.FORWARD and verb != Compute(OpKind.ROUTE):
-            moe_layer.FORWARD[verb](moe, x)
+        if verb in moe_layer.OPS and verb != Compute(OpKind.ROUTE):
+            moe_layer.OPS[verb](moe, x)
     assert experts.rows_in_memory == [not recomputed, False]
     assert [rows.expired() for rows in received] == [not recomputed, True]
     assert torch.allclose(x.output_sbH, hidden_sbH.square())  # each of two experts takes a half
@@ -176,7 +176,7 @@ def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, reco
     assert torch.allclose(hidden_sbH.grad, 2 * hidden_sbH)
 
 
-def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm, monkeypatch):
+def test_padded_experts_get_their_rows_without_counts(comm, monkeypatch):
     """Two rows of each expert: a token that did not choose it has the weight zero."""
     monkeypatch.setattr(Experts, "__call__", lambda _, tokens, rows, probs: (tokens * probs[:, None], None))
     launched = []
@@ -190,13 +190,13 @@ def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm,
     assert torch.allclose(x.output_sbH.squeeze(1), hidden_sbH.squeeze(1) * weights_tE.sum(1)[:, None])
 
 
-def test_capacity_larger_than_the_micro_batch_is_that_of_all_tokens(comm):
+def test_capacity_larger_than_micro_batch_is_that_of_all_tokens(comm):
     moe = moe_of(comm, Experts(), Recompute(), moe_expert_capacity_factor=100.0)
     assert moe_layer._capacity(moe.stock, num_tokens=3) == 3
 
 
-def test_rows_left_by_dropped_tokens_are_counted_without_a_sum_over_the_map(comm):
+def test_rows_of_dropped_tokens_are_counted_without_the_map(comm):
     moe, x = moe_of(comm, Experts(), Recompute(), moe_expert_capacity_factor=0.5), routed_chunk()
     moe_layer.launch_counts(moe, x)
     x.routing_map_tE = torch.empty(3, NUM_EXPERTS, device="meta")  # no value of it can be read
-    assert moe_layer._num_rows(moe, x) == 6
+    assert moe.dispatcher.num_rows(x.probs_tE, TOPK, True, x.routes) == 6

@@ -19,7 +19,7 @@ def weigh(prefix: torch.Tensor) -> torch.Tensor:
     return (prefix * prefix).sum() * len(prefix)
 
 
-def test_prefix_values_and_gradients_equal_those_of_concatenated_tensors():
+def test_prefix_equals_concatenated_tensors():
     joined, grown = chunks(), chunks()
     sum(weigh(torch.cat(joined[: i + 1])) for i in range(3)).backward()
     prefix = Prefix(sum(SIZES))

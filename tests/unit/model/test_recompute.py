@@ -53,7 +53,7 @@ def plain_gradients() -> list[torch.Tensor]:
     return gradients(consumers(norm(hidden), *weights), hidden, norm.weight, *weights)
 
 
-def test_dropped_outputs_give_the_same_gradients_and_are_not_kept():
+def test_dropped_outputs_give_same_gradients_and_are_not_kept():
     (hidden, *weights), norm, dropped = tensors(), Norm(8), DroppedOutputs()
     normed = dropped.run(norm, hidden)
     with dropped.consumed():
@@ -155,7 +155,7 @@ def stock_module(norms: list[Norm], hidden: torch.Tensor, *weights: torch.Tensor
     return output.tanh().sum()
 
 
-def test_stock_modules_drop_outputs_of_several_calls_before_the_first_backward():
+def test_stock_modules_drop_outputs_of_several_calls():
     (hidden, *weights), norms = tensors(), [[Norm(8), Norm(8)] for _ in range(2)]
     with dropped_outputs(), outputs_dropped_in_stock(True):
         losses = [stock_module(pair, hidden, *weights) for pair in norms]
@@ -207,7 +207,7 @@ class GraphSafeTracker:
         return torch.rand(size, generator=self.states_["model-parallel-rng"])
 
 
-def test_recomputed_dropout_draws_the_same_numbers_from_generators_that_advance():
+def test_recomputed_dropout_draws_the_same_numbers():
     tracker = GraphSafeTracker()
     masks = []
 

@@ -43,7 +43,7 @@ def chunks(*sizes: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (3, 14, 7), (14, 7, 3)])
-def test_fused_cosines_and_sines_are_those_of_the_chunks_positions(platform, sizes, dtype):
+def test_fused_cosines_and_sines_are_those_of_chunks_positions(platform, sizes, dtype):
     embedding, scale = yarn()(LONGEST)
     cosines, sines = ((turned * scale).to(dtype) for turned in (embedding.cos(), embedding.sin()))
     rotary = positioned(yarn())
@@ -62,7 +62,7 @@ def test_fused_cosines_and_sines_are_those_of_the_chunks_positions(platform, siz
         assert whole.equal(cosines)
 
 
-def test_unfused_embedding_without_yarn_is_that_of_the_chunks_positions(platform):
+def test_unfused_embedding_has_the_chunks_positions(platform):
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     embedding = RotaryEmbedding(CHANNELS, 1.0, use_cpu_initialization=True)(LONGEST)

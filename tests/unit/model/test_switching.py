@@ -1,5 +1,6 @@
 """What a plan decides in a model, put in place and taken back between steps."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -99,7 +100,7 @@ def test_pipeline_stage_runs_its_own_segments(one_rank):
         (SEQUENCE, {"window_size": (4, 0)}, "--window-size does not work with sequence chunks"),
     ],
 )
-def test_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(one_rank, plan, settings, message):
+def test_plan_that_does_not_fit_is_refused_and_changes_nothing(one_rank, plan, settings, message):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE, **settings)
@@ -110,11 +111,12 @@ def test_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(one_ran
 
 
 @pytest.mark.parametrize(("settings", "bound"), [({"fp8": "hybrid"}, None), ({}, 64)])
-def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(one_rank, settings, bound):
+def test_unsupported_tiles_are_refused_and_change_nothing(one_rank, settings, bound):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
-    model.decoder.comm.max_expert_rows = bound
+    comm = model.decoder.comm
+    comm.use(replace(comm.settings, max_expert_rows=bound))
     vars(model.config).update(settings)
     with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
         set_plan(model, fixed_plan(1, tiles=2))
@@ -122,7 +124,7 @@ def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(on
     assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
 
 
-def test_weight_grads_of_tiles_are_gathered_where_none_is_deferred(one_rank):
+def test_dws_of_tiles_are_gathered_where_none_is_deferred(one_rank):
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")

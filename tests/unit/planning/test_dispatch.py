@@ -37,7 +37,7 @@ def test_plan_with_another_dispatch_defers_over_as_many_layers() -> None:
     assert pairs.at_ends == fixed_plan(1, dispatch=Dispatch.TWO_HOP)
 
 
-def test_plan_with_another_dispatch_keeps_what_is_planned_for_messages_between_nodes() -> None:
+def test_another_dispatch_keeps_gaps_of_messages_between_nodes() -> None:
     grads = ("L1.W.mlp.experts",)
     plan = dataclasses.replace(fixed_plan(1), gaps=(Gap("L1.c0.I.combine", grads), Gap("L1.c0.I.dispatch", grads)))
     hops = with_dispatch(plan, Dispatch.TWO_HOP)

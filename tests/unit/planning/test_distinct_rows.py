@@ -75,7 +75,7 @@ def on_nodes(num_experts: int, num_nodes: int, per_node: int, topk: int, holders
     ("num_experts", "num_nodes", "per_node", "topk", "holders"),
     [(8, 2, 2, 4, 1), (8, 2, 2, 2, 2), (12, 3, 2, 3, 1), (8, 2, 1, 3, 2), (8, 4, 2, 8, 1)],
 )
-def test_expected_rows_of_hops_are_those_of_all_choices_of_experts(num_experts, num_nodes, per_node, topk, holders):
+def test_expected_rows_of_hops_equal_counts_of_all_choices(num_experts, num_nodes, per_node, topk, holders):
     """Counted for the tokens that pass through the first rank of each node: one token for every choice of experts."""
     num_ranks = num_nodes * per_node
     on_rank = num_experts // num_ranks
@@ -102,7 +102,7 @@ def test_what_is_sent_in_a_hop_arrives(weights, topk):
     assert max(parts.node_sent) <= min(1.0, topk) + 1e-9
 
 
-def test_expected_rows_of_hops_are_scaled_to_those_that_were_recorded():
+def test_expected_rows_of_hops_are_scaled_to_recorded_ones():
     model, shares = on_nodes(8, 2, 2, 4), (0.25,) * 4
     expected = HopParts.of(model, shares)
     tokens = model.num_rows // model.topk

@@ -34,7 +34,7 @@ def facts(layers="dmmm", **changes) -> ModelFacts:
 
 PLAN = Plan(
     (
-        Segment(1, 2, 2, ChunkDim.SEQUENCE, OverlapRange.LAYER),
+        Segment(1, 2, 2, ChunkDim.SEQUENCE, OverlapRange.GATE),
         Segment(3, None, 4, ChunkDim.BATCH, OverlapRange.STACK),
     ),
     dw_window=4,

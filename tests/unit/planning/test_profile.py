@@ -1,4 +1,4 @@
-"""Profiles as text: fields that came later are left out where they are unknown."""
+"""Profiles as text: entries leave out what is unknown, and only today's version is read."""
 
 import dataclasses
 import json
@@ -7,23 +7,30 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import ChunkRouting, profile_from_json
+from megatron_lancet.planning.profile import PROFILE_VERSION, ChunkRouting, profile_from_json
 from megatron_lancet.schedule.plan import ChunkDim
 
-OF_BEFORE = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (4, 6), (7, 13))
-WITH_TOKENS = dataclasses.replace(OF_BEFORE, sent_tokens=(3, 4), received_tokens=(4, 3))
+WITHOUT_TOKENS = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (4, 6), (7, 13))
+WITH_TOKENS = dataclasses.replace(WITHOUT_TOKENS, sent_tokens=(3, 4), received_tokens=(4, 3))
 
 
 def profile_with(*routing):
     return dataclasses.replace(synthetic_profile(Machine()), routing=routing)
 
 
-def test_a_profile_without_distinct_rows_is_written_and_read_as_before():
-    text = profile_with(OF_BEFORE).to_json()
+def test_a_profile_without_distinct_rows_has_no_field_for_them():
+    text = profile_with(WITHOUT_TOKENS).to_json()
     assert "tokens" not in json.dumps(json.loads(text)["routing"])
-    assert "prob_bytes" not in text
-    assert profile_from_json(text, "p.json") == profile_with(OF_BEFORE)
+    assert profile_from_json(text, "p.json") == profile_with(WITHOUT_TOKENS)
     assert profile_from_json(profile_with(WITH_TOKENS).to_json(), "p.json") == profile_with(WITH_TOKENS)
+
+
+@pytest.mark.parametrize("version", [1, PROFILE_VERSION + 1, None])
+def test_a_profile_of_another_version_is_refused(version):
+    text = json.dumps({**json.loads(profile_with().to_json()), "version": version})
+    expected = f"expected version {PROFILE_VERSION} of the profile's format"
+    with pytest.raises(RecordError, match=f"{expected}, found {version}"):
+        profile_from_json(text, "p.json")
 
 
 @pytest.mark.parametrize(

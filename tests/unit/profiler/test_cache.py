@@ -47,13 +47,6 @@ def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     assert cache.load(tmp_path, key) is None
 
 
-def test_profile_key_of_a_plain_run_is_as_before_there_were_multiples_and_predictions():
-    """So profiles and plans that were kept then are found."""
-    added = {"token_multiple", "num_mtp_layers", "repeats_mtp_layer", "num_output_uses", "nodes", "expert_tp_size"}
-    assert added.isdisjoint(KEY.fields())
-    assert not any(name in PROFILE.to_json() for name in added)
-
-
 def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):
     cache.keep(tmp_path, PROFILE)
     assert cache.load(tmp_path, with_model(row_bytes=7, counts_bytes=9)) == PROFILE

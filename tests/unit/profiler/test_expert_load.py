@@ -13,7 +13,7 @@ def test_counts_of_several_exchanges_are_summed_by_source():
     assert rows.take() == {}
 
 
-def test_ranks_that_hold_the_parts_of_the_same_experts_are_one_source():
+def test_ranks_that_hold_parts_of_same_experts_are_one_source():
     rows = ExpertRows(num_holders=2)
     rows.add(1, [[1, 2], [10, 20], [3, 4], [30, 40]])
     assert rows.take() == {1: [[11, 22], [33, 44]]}

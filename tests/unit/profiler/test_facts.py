@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.schedule.wire import RowFormat
 from tests.unit.profiler.synthetic import FACTS
 
 
@@ -34,20 +34,20 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
 
 
 @pytest.mark.parametrize("hidden", [8, 96, 1000])
-def test_bytes_of_a_deduplicated_row_in_fp8_are_those_of_a_packed_one(hidden):
+def test_bytes_of_a_dedup_row_in_fp8_equal_a_packed_row(hidden):
     row, prob, choice = (torch.empty(1, *shape) for shape in ((hidden,), (), (5,)))
 
-    def row_bytes(wire, *tensors):
-        return RowLayout.of(tensors, wire).pack(tensors).nbytes
+    def row_bytes(row_format, *tensors):
+        return RowLayout.of(tensors, row_format).pack(tensors).nbytes
 
     facts = dataclasses.replace(
         FACTS,
         num_experts=8,
-        row_bytes=row_bytes(Wire.FP8, row, prob),
-        grad_row_bytes=row_bytes(Wire.BF16, row, prob),
-        combine_row_bytes=row_bytes(Wire.BF16, row),
-        combine_grad_row_bytes=row_bytes(Wire.BF16, row),
+        row_bytes=row_bytes(RowFormat.FP8, row, prob),
+        grad_row_bytes=row_bytes(RowFormat.BF16, row, prob),
+        combine_row_bytes=row_bytes(RowFormat.BF16, row),
+        combine_grad_row_bytes=row_bytes(RowFormat.BF16, row),
         prob_bytes=torch.float32.itemsize,
     )
-    assert facts.dedup_row_bytes == row_bytes(Wire.FP8, row, choice)
-    assert facts.dedup_grad_row_bytes == row_bytes(Wire.BF16, row, choice)
+    assert facts.dedup_row_bytes == row_bytes(RowFormat.FP8, row, choice)
+    assert facts.dedup_grad_row_bytes == row_bytes(RowFormat.BF16, row, choice)

@@ -78,7 +78,7 @@ def test_link_time_is_that_of_the_slowest_group():
     assert _of_busiest(_uneven(1 << 16, 8, both_ways=True), [(0, 3)], [[[7.0, 6.0]]]) == (7.0, 6.0)
 
 
-def test_where_ranks_share_what_leaves_a_node_the_last_one_counts():
+def test_where_ranks_share_what_leaves_node_last_one_counts():
     """Two groups of a rank on each of two nodes. The rows of one group are sent before those of the other."""
     places = [(0, 0), (1, 0), (0, 1), (1, 1)]
     first, last = [[60.0, 118.0]] * 3, [[120.0, 122.0]] * 3

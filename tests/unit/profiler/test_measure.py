@@ -36,7 +36,7 @@ def test_profiled_plans_time_weight_gradients_separately():
     assert num_profile_steps(plans, 3) == 20
 
 
-def test_each_other_dispatch_that_is_allowed_is_profiled_with_one_chunk():
+def test_each_allowed_dispatch_is_profiled_with_one_chunk():
     plain = plans_to_profile(4, 128)
     assert {plan.dispatch for plan in plain} == {Dispatch.PLAIN}
     plans = plans_to_profile(4, 128, overlap_range=OverlapRange.GATE, dispatches=tuple(Dispatch))

@@ -6,7 +6,7 @@ from megatron_lancet.profiler.memory import SavedActivations
 from megatron_lancet.runtime.trace import Trace
 
 
-def test_saved_storage_counts_once_for_the_op_that_saved_it_first():
+def test_saved_storage_counts_once_for_op_that_saved_it_first():
     weight = torch.randn(8, 8, requires_grad=True)
     trace = Trace(torch.device("cpu"), 0)
     saved = SavedActivations(trace, [weight])

@@ -28,7 +28,7 @@ def ops():
     return {(op.layer_kind, op.kind, op.phase, op.num_chunks, op.chunk): op for op in found}
 
 
-def test_op_times_are_medians_over_steps_layers_and_micro_batches(ops):
+def test_op_times_are_medians_of_steps_layers_micro_batches(ops):
     assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 1, 0].ms == 1.0
     assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 2, 1].ms == pytest.approx(1.1)
     # Two layers: 2 and 3 ms, twice calm, once slow.

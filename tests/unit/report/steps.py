@@ -1,6 +1,6 @@
 """Made-up steps for tests of what is written about steps."""
 
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 

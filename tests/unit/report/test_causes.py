@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megatron_lancet.files import from_plain, to_plain
-from megatron_lancet.planning.causes.attribution import CausePart, StepCauses
-from megatron_lancet.planning.causes.changes import Change
-from megatron_lancet.planning.causes.replay import Cause
-from megatron_lancet.report.causes import CausesOfStep, change_line
+from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
+from megatron_lancet.lab.causes.changes import Change
+from megatron_lancet.lab.causes.replay import Cause
+from megatron_lancet.lab.causes.text import CausesOfStep, change_line
 
 PARTS = {
     Cause.WIRE: CausePart(40.0, 45.0, None, 312.0),

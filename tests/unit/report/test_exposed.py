@@ -45,7 +45,7 @@ def test_exposed_time_is_a_mean_over_ranks_by_layer_and_chunk():
     assert (first.op, first.measured_ms, first.reason) == ("L1.c0.F.dispatch", 3, "everything else depends on it")
 
 
-def test_exposed_time_of_a_chunk_and_of_a_kind_of_message_is_that_of_all_its_tiles():
+def test_exposed_time_of_a_chunk_adds_up_its_tiles():
     table = exposed_table([rank(0, L1_c0_t0_F_dispatch=2, L1_c0_t1_F_dispatch=3, L1_c0_t1_I_combine=4)])
     (chunk,) = table.chunks
     assert (chunk.layer, chunk.chunk, chunk.measured_ms) == (1, 0, 9)
@@ -61,7 +61,7 @@ def test_unknown_exposed_time_is_none_and_not_zero():
     assert all(message.reason is None for part in table.chunks for message in part.messages)
 
 
-def test_exposed_text_sums_chunks_of_layers_and_gives_reasons_longest_wait_first():
+def test_exposed_text_sums_layers_and_sorts_by_wait():
     lines = exposed_table(NOW, PREDICTED, BEFORE, REASONS).as_text().splitlines()
     assert lines[2].split() == ["1", "all", "15.00", "3.50", "3.00"]
     assert lines[3].split() == ["0", "15.00", "3.00", "2.50"]

@@ -62,7 +62,7 @@ def test_hidden_dws_are_means_over_ranks():
     assert hidden_dws([rank(0, DISPATCH)]) is None
 
 
-def test_report_says_how_much_of_the_weight_gradients_ran_beside_messages():
+def test_report_says_how_much_of_dws_ran_beside_messages():
     table = exposed_table([rank(0, DISPATCH, ("W.output_layer", Lane.COMPUTE, 18.0, 22.0))])
     line = "  weight gradients: 2.00 of 4.00 ms while an all-to-all was in flight, mean over ranks"
     assert line in table.as_text().splitlines()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, Phase
 from tests.fakes import Loopback, cpu_stats
@@ -98,7 +99,7 @@ class PendingSplits:
         return SPLITS
 
 
-def test_rows_behind_those_that_are_sent_stay_and_have_the_gradient_zero():
+def test_rows_that_are_not_sent_have_gradient_zero():
     """The number of rows may be known after the rows were made."""
     comm, _, stats = make()
     tokens, probs = torch.ones(6, 2, requires_grad=True), torch.ones(6, requires_grad=True)

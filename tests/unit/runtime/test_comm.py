@@ -7,8 +7,9 @@ import torch
 
 from megatron_lancet.runtime import comm_stats
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
+from megatron_lancet.runtime.comm import Comm, CommSettings
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.transport.local import LocalTransport
@@ -79,7 +80,7 @@ def test_dispatch_is_launched_when_its_counts_arrive():
     assert received.equal(rows(0)[0])
 
 
-def test_dispatches_are_launched_in_order_though_counts_arrive_out_of_order():
+def test_dispatches_are_launched_in_order_whenever_counts_come():
     run = Run(launches_in_callback=True, num_chunks=3)
     run.counts[2].arrive()
     run.counts[1].arrive()
@@ -97,14 +98,14 @@ def test_counts_that_have_arrived_do_not_delay_a_dispatch():
     assert run.transport.log == ["counts 0", "queued 0", "counts 1", "queued 1"]
 
 
-def test_combine_does_not_wait_where_queued_dispatches_have_connections_of_their_own():
+def test_combine_does_not_wait_for_dispatches_on_own_connections():
     run = Run(launches_in_callback=True)
     run.comm.launch(op(0, "combine"), rows(7), SPLITS)
     assert run.transport.log == ["counts 0", "counts 1", "plain 7"]
 
 
 @pytest.mark.parametrize("launches_in_callback", [True, False])
-def test_a_message_whose_counts_say_that_its_rows_go_in_rounds_is_left_out(launches_in_callback):
+def test_message_of_rows_in_rounds_is_left_out(launches_in_callback):
     run = Run(launches_in_callback, num_chunks=0)
     queued = []
     for chunk, found in ((0, SPLITS), (1, None), (2, SPLITS)):
@@ -202,7 +203,7 @@ class TimedEvent:
 
 
 @pytest.mark.parametrize(("busy_until_ms", "exposed_ms"), [(0.0, 5.0), (3.0, 2.0), (9.0, 0.0)])
-def test_counts_are_exposed_on_cuda_while_the_device_has_nothing_to_do(monkeypatch, busy_until_ms, exposed_ms):
+def test_counts_are_exposed_on_cuda_while_the_device_is_idle(monkeypatch, busy_until_ms, exposed_ms):
     """The host waits for 5 ms in each case."""
     clocks = Clocks(busy_until_ms)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: TimedEvent(clocks))
@@ -267,7 +268,7 @@ class HopsRun:
         self.log = between.log = inside.log = whole.log
         by_kind = dict.fromkeys(BETWEEN_NODES, Hop(between, 0)) | dict.fromkeys(INSIDE_NODE, Hop(inside, 0))
         self.comm = Comm(whole, None, cpu_stats(), own_rank=0, hops=Hops(Nodes(2, 2), by_kind))
-        self.comm.keeps_one_order = keeps_one_order
+        self.comm.use(CommSettings(keeps_one_order=keeps_one_order))
         self.counts: list[LoopbackCounts] = []
         self.exchanges = []
         for chunk in range(num_chunks):
@@ -279,7 +280,7 @@ class HopsRun:
 
 
 @pytest.mark.parametrize("keeps_one_order", [False, True])
-def test_message_inside_a_node_does_not_wait_for_one_between_nodes(keeps_one_order):
+def test_message_inside_node_does_not_wait_for_one_between_nodes(keeps_one_order):
     """Other chunks' rows for nodes wait for their counts, on connections of their own."""
     run = HopsRun(launches_in_callback=True, keeps_one_order=keeps_one_order)
     for kind in sorted(INSIDE_NODE):
@@ -287,7 +288,7 @@ def test_message_inside_a_node_does_not_wait_for_one_between_nodes(keeps_one_ord
     assert run.log == ["counts 0", "counts 1", "plain 7", "plain 7"]
 
 
-def test_messages_between_nodes_keep_one_order_where_all_messages_do(monkeypatch):
+def test_messages_between_nodes_keep_one_order(monkeypatch):
     """A combine between nodes waits until the dispatches before it have been launched, though no rank needs these."""
     run = HopsRun(launches_in_callback=True, keeps_one_order=True)
     waits_or_ended = threading.Event()
@@ -321,7 +322,7 @@ def test_streams_of_both_hops_are_launched_in_one_order():
     assert run.log == ["counts 0", "host waits", "queued 0", "plain 7"]
 
 
-def test_rows_that_stay_on_this_place_of_a_hop_are_not_counted_as_sent():
+def test_rows_that_stay_in_a_hop_are_not_counted_as_sent():
     """Of three ranks of the group this is the second; of its two on the node the first."""
     between = NamedLoopback()
     comm = Comm(Loopback(), None, cpu_stats(), own_rank=1, hops=Hops(Nodes(2, 2), {"node_combine": Hop(between, 0)}))

@@ -40,7 +40,7 @@ class Backward:
         self.scheduler.passed(Op(2, 0, Phase.FORWARD, kind))
 
 
-def test_reductions_are_launched_by_chunk_after_each_dispatch_and_all_after_the_last():
+def test_reductions_are_launched_after_dispatches():
     backward = Backward()
     backward.put(a=100, b=60, c=40, d=30)
     assert backward.log == []

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.packing import RowLayout, from_fp8, to_fp8
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.wire import FP8_GROUP, Wire
+from megatron_lancet.schedule.wire import FP8_GROUP, RowFormat, Wire
 from tests.fakes import Loopback, cpu_stats
 
 E4M3_MAX = 448
@@ -62,8 +63,8 @@ def test_pack_does_not_copy_a_single_tensor():
     assert layout.unpack(tensor)[0].equal(tensor)
 
 
-def round_trip(tensors, wire):
-    layout = RowLayout.of(tensors, wire)
+def round_trip(tensors, row_format):
+    layout = RowLayout.of(tensors, row_format)
     return layout.unpack(layout.pack(tensors))
 
 
@@ -79,7 +80,7 @@ def error_bound(rows):
 def test_bf16_rows_are_rounded_to_bf16_and_the_others_are_exact(num_rows, dtype):
     hidden, probs = torch.randn(num_rows, 7, dtype=dtype), torch.rand(num_rows, 3)
     for tensors in ((hidden, probs), (hidden,)):
-        got = round_trip(tensors, Wire.BF16)
+        got = round_trip(tensors, RowFormat.BF16)
         assert got[0].dtype == dtype
         assert got[0].equal(hidden.bfloat16().to(dtype))
         assert all(after.equal(before) for after, before in zip(got[1:], tensors[1:], strict=True))
@@ -90,7 +91,7 @@ def test_bf16_rows_are_rounded_to_bf16_and_the_others_are_exact(num_rows, dtype)
 def test_fp8_rows_are_within_half_a_step_of_their_group(num_elements, dtype):
     spread = torch.logspace(-6, 3, num_elements)  # a group's small values, and groups of different sizes
     hidden, probs = (torch.randn(6, num_elements) * spread).to(dtype), torch.rand(6)
-    got_hidden, got_probs = round_trip((hidden, probs), Wire.FP8)
+    got_hidden, got_probs = round_trip((hidden, probs), RowFormat.FP8)
     assert got_probs.equal(probs)
     assert got_hidden.dtype == dtype
     error = (got_hidden.double() - hidden.double()).abs()
@@ -112,8 +113,8 @@ def test_second_hop_rounds_to_the_fp8_numbers_of_the_first(dtype, moved_by):
     twice = from_fp8(again, new_scales, dtype)
     assert not once.equal(hidden)
     assert ((twice.double() - once.double()).abs() <= moved_by * once.double().abs()).all()
-    (in_bf16,) = round_trip((hidden,), Wire.BF16)
-    assert round_trip((in_bf16,), Wire.BF16)[0].equal(in_bf16)
+    (in_bf16,) = round_trip((hidden,), RowFormat.BF16)
+    assert round_trip((in_bf16,), RowFormat.BF16)[0].equal(in_bf16)
 
 
 def test_fp8_keeps_the_largest_value_of_each_group():
@@ -129,36 +130,36 @@ def test_fp8_keeps_the_largest_value_of_each_group():
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38, 1.0, 3.4e38])
 def test_fp8_neither_overflows_nor_divides_by_zero(largest):
     hidden = torch.linspace(-1, 1, FP8_GROUP).mul(largest).unsqueeze(0)
-    (got,) = round_trip((hidden,), Wire.FP8)
+    (got,) = round_trip((hidden,), RowFormat.FP8)
     assert got.isfinite().all()
     assert (got - hidden).abs().max() <= max(largest * HALF_STEP, 2e-38)  # below, fp32 itself is subnormal
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_stays_visible_in_its_group_only(bad):
+def test_infinite_value_stays_visible_in_its_group_only(bad):
     hidden = torch.randn(2, 2 * FP8_GROUP)
     hidden[1, 3] = bad
-    (got,) = round_trip((hidden,), Wire.FP8)
+    (got,) = round_trip((hidden,), RowFormat.FP8)
     assert got[1, :FP8_GROUP].isnan().all()
     assert got[0].isfinite().all()
     assert got[1, FP8_GROUP:].isfinite().all()
-    (got,) = round_trip((hidden,), Wire.BF16)
+    (got,) = round_trip((hidden,), RowFormat.BF16)
     torch.testing.assert_close(got, hidden.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_are_narrow_already_are_left_alone():
     hidden = torch.randn(3, 8).bfloat16()
-    layout = RowLayout.of((hidden,), Wire.BF16)
-    assert layout.wire is Wire.EXACT
+    layout = RowLayout.of((hidden,), RowFormat.BF16)
+    assert layout.row_format is RowFormat.EXACT
     assert layout.pack((hidden,)).data_ptr() == hidden.data_ptr()
-    assert RowLayout.of((hidden.half(),), Wire.BF16).wire is Wire.EXACT
+    assert RowLayout.of((hidden.half(),), RowFormat.BF16).row_format is RowFormat.EXACT
 
 
-@pytest.mark.parametrize("wire", [Wire.BF16, Wire.FP8])
-def test_packing_changes_no_tensor_and_shares_no_memory(wire):
+@pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
+def test_packing_changes_no_tensor_and_shares_no_memory(row_format):
     hidden, probs = torch.randn(3, FP8_GROUP), torch.rand(3)
     before = hidden.clone(), probs.clone()
-    layout = RowLayout.of((hidden, probs), wire)
+    layout = RowLayout.of((hidden, probs), row_format)
     packed = layout.pack((hidden, probs))
     got = layout.unpack(packed)
     packed.zero_()
@@ -171,7 +172,7 @@ def test_packing_changes_no_tensor_and_shares_no_memory(wire):
 @pytest.mark.parametrize(
     ("wire", "dispatch_bytes", "others_bytes"),
     # 256 hidden states; in a dispatch two scales and a probability, each in 16 bytes
-    [(Wire.EXACT, 1024 + 16, 1024), (Wire.BF16, 512 + 16, 512), (Wire.FP8, 256 + 16 + 16, 512)],
+    [(Wire.EXACT, 1024 + 16, 1024), (Wire.FP8, 256 + 16 + 16, 512)],
 )
 def test_bytes_on_the_wire_are_those_of_the_narrow_rows(wire, dispatch_bytes, others_bytes):
     """Of dispatch and combine, forward and backward, in the counters and in the trace."""

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron_lancet.runtime import peers as peers_module
 from megatron_lancet.runtime.peers import Peers, _key
 from megatron_lancet.schedule.ops import Op, Phase
 
@@ -36,35 +37,24 @@ def test_peers_are_missing_after_the_timeout():
 
 
 @pytest.mark.parametrize(
-    ("gave_up", "blamed"),
+    ("ranks", "connected_by_others", "gave_up", "blamed"),
     [
-        ([0, 1, 3], "rank 2 closed"),
-        ([0, 3], "one or more of ranks 1-2 closed"),
-        ([0, 1, 2, 3], "ranks 1-3 failed"),
+        ([0, 1, 2, 3], (), [0, 1, 3], "rank 2 closed"),
+        ([0, 1, 2, 3], (), [0, 3], "one or more of ranks 1-2 closed"),
+        ([0, 1, 2, 3], (), [0, 1, 2, 3], "ranks 1-3 failed"),
+        # Rank 0 is connected to rank 2 on the other node, and that one to rank 3 on its own.
+        ([0, 2], range(4), [], "rank 2 closed"),
+        ([0, 2], range(4), [1], "rank 2 closed"),
+        ([0, 2], range(4), [1, 2], "rank 3 closed"),
+        ([0, 2], range(4), [1, 2, 3], "rank 2 failed as well"),
     ],
 )
-def test_peers_that_timed_out_too_are_not_named(gave_up, blamed):
+def test_rank_that_did_not_give_up_is_named(monkeypatch, ranks, connected_by_others, gave_up, blamed):
+    monkeypatch.setattr(peers_module, "_REGISTRATION_S", 0.2)
     store = dist.HashStore()
     for rank in gave_up:
         store.set(_key(rank), "")
-    assert f": {blamed} " in failure([0, 1, 2, 3], waited_s=1, store=store)
-
-
-@pytest.mark.parametrize(
-    ("gave_up", "blamed"),
-    [
-        ([], "rank 2 closed"),
-        ([1], "rank 2 closed"),
-        ([1, 2], "rank 3 closed"),
-        ([1, 2, 3], "rank 2 failed as well"),
-    ],
-)
-def test_rank_that_a_peer_waited_for_is_named(gave_up, blamed):
-    """Rank 0 is connected to rank 2 on the other node, and that one to rank 3 on its own."""
-    store = dist.HashStore()
-    for rank in gave_up:
-        store.set(_key(rank), "")
-    assert f": {blamed}" in failure([0, 2], waited_s=1, store=store, connected_by_others=range(4))
+    assert f": {blamed}" in failure(ranks, waited_s=1, store=store, connected_by_others=connected_by_others)
 
 
 class LostStore:

@@ -228,9 +228,7 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
 
 @examples(300)
 @given(passes_and_rules(), st.integers(1, 60), st.integers(30, 100), st.booleans())
-def test_runtime_and_simulator_run_dws_and_launch_reductions_alike(
-    backward_and_rules, part_bytes, chunk_bytes, host_polls
-):
+def test_runtime_and_simulator_run_dws_and_reductions_alike(backward_and_rules, part_bytes, chunk_bytes, host_polls):
     backward, rules = backward_and_rules
     found = run(backward, rules, part_bytes, chunk_bytes, host_polls)
     assert found == simulate(backward, rules, part_bytes, chunk_bytes, host_polls)

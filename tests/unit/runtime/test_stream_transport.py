@@ -91,7 +91,7 @@ def transport_on(device: Device) -> StreamTransport:
     return StreamTransport(rows, counts, CommStats(torch.device("cuda")))
 
 
-def test_counts_wait_for_the_router_only_and_not_for_rows_or_later_compute(device):
+def test_counts_wait_for_the_router_only(device):
     transport = transport_on(device)
     routing_map = torch.tensor([[True, False], [True, True]])
     device.note("router")

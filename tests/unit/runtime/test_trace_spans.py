@@ -76,7 +76,7 @@ def test_time_between_two_forwards_belongs_to_no_op():
     assert as_rows(log) == [("F.head", "compute", 0.0, 2.0), ("F.embedding", "compute", 6.0, 7.0)]
 
 
-def test_short_time_around_a_hand_over_in_front_of_a_wait_belongs_to_the_previous_op():
+def test_short_time_at_a_hand_over_belongs_to_the_op_before():
     """The time away counts neither for its length nor for the op."""
     log = [Entry(END, "a", 1.0), Entry(LEAVE, "", 1.01), Entry(RETURN, "", 5.0)]
     log += [Entry(CUT, "m", 5.02, Lane.WAIT), Entry(RESUME, "m", 6.0, Lane.WAIT), Entry(END, "b", 7.0)]
@@ -84,7 +84,7 @@ def test_short_time_around_a_hand_over_in_front_of_a_wait_belongs_to_the_previou
     assert as_rows(log) == [*expected, ("m", "wait", 5.02, 6.0), ("b", "compute", 6.0, 7.0)]
 
 
-def test_short_time_around_a_hand_over_in_front_of_a_weight_gradient_belongs_to_it():
+def test_short_time_at_a_hand_over_belongs_to_the_dw_behind():
     log = [Entry(END, "a", 1.0), Entry(LEAVE, "", 1.01), Entry(RETURN, "", 5.0)]
     log += [Entry(CUT, "w", 5.01), Entry(RESUME, "w", 6.0)]
     assert as_rows(log) == [("a", "compute", 0.0, 1.0), ("w", "compute", 1.0, 1.01), ("w", "compute", 5.0, 6.0)]
@@ -198,7 +198,7 @@ def entry(what: What, point_s: float, busy_s: float | None, lane: Lane = Lane.CO
     return Entry(what, "", point_s, lane, None if busy_s is None else Busy(thread, busy_s))
 
 
-def test_time_in_which_a_thread_neither_ran_nor_waited_for_a_core_is_blocked():
+def test_time_without_running_or_queueing_is_blocked():
     log = [entry(SKIP, 0.0, 5.0), entry(END, 0.010, 5.004), entry(END, 0.020, 5.014)]
     assert list(blocked_in(log)) == [pytest.approx((0.0, 10.0, 6.0))]
 
@@ -217,7 +217,7 @@ def test_not_blocked(log):
     assert list(blocked_in(log)) == []
 
 
-def test_time_of_an_op_in_which_its_thread_did_not_run_is_blocked(monkeypatch):
+def test_time_of_op_in_which_its_thread_did_not_run_is_blocked(monkeypatch):
     now_s, busy_s = 100.0, 7.0
     monkeypatch.setattr(trace_module.time, "perf_counter", lambda: now_s)
     monkeypatch.setattr(trace_module, "BusyClock", lambda: SimpleNamespace(now=lambda: Busy(1, busy_s)))

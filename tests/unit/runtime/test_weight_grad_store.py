@@ -7,8 +7,8 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.log import Kernel
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
 from tests.fakes import cpu_stats, store_without_autograd
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
@@ -36,7 +36,7 @@ def backward():
     return Backward(window=2)
 
 
-def test_fill_runs_oldest_dws_first_while_the_all_to_all_is_pending(backward):
+def test_fill_runs_oldest_dws_first_while_all_to_all_is_pending(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 1)
     backward.put(b, 1)
@@ -83,52 +83,6 @@ def test_flush_runs_and_reports_remaining_dws_in_order(backward):
     assert backward.log == ["dW a.c0", "dW b.c0", "ready a", "ready b"]
     times = backward.stats.take()
     assert (times.num_dw_in_gaps, times.num_dw_late) == (0, 2)
-
-
-def test_dws_that_run_ahead_are_all_pending_ones_without_a_plan(backward):
-    a, b = backward.weight("a"), backward.weight("b")
-    backward.put(a, 0)
-    backward.store.mark_last_use(a)
-    backward.put(b, 0)
-    backward.store.run_ahead(COMBINE)
-    assert backward.log == ["dW a.c0", "dW b.c0"]  # and reported at its place
-    assert backward.stats.take().num_dw_in_gaps == 2
-
-
-@pytest.fixture
-def planned():
-    """Two dWs of b and then one of a were planned for the combine; a, b, a, b, c are pending."""
-    backward = Backward(window=2, gaps={str(COMBINE): ("b", "gone", "b", "b", "a")})
-    weights = [backward.weight(name) for name in "abc"]
-    for chunk in (1, 0):
-        for weight in weights[: 2 + (chunk == 0)]:
-            backward.put(weight, chunk)
-    return backward
-
-
-def test_planned_dws_run_first_in_their_gap_and_then_the_oldest(planned):
-    planned.store.fill(lambda: True, COMBINE)
-    assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1", "dW a.c0", "dW c.c0"]
-    assert planned.stats.take().num_dw_in_gaps == 5
-
-
-def test_planned_dws_of_a_short_gap_run_later(planned):
-    busy = iter([True, False])
-    planned.store.fill(lambda: next(busy), COMBINE)
-    assert planned.log == ["dW b.c1"]
-    planned.store.fill(lambda: len(planned.log) < 3, DISPATCH)
-    assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
-
-
-def test_dws_that_run_ahead_are_exactly_the_planned_ones_before_others_are_due(planned):
-    planned.store.run_ahead(DISPATCH)
-    assert planned.log == []
-    planned.store.run_ahead(COMBINE)
-    assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1"]
-    assert len(planned.store) == 2
-    planned.store.advance_window()
-    planned.store.run_ahead(DISPATCH)  # behind this wait their window would end
-    assert planned.log[3:] == ["dW a.c0", "dW c.c0"]
 
 
 def test_new_plan_is_followed_from_the_next_backward(backward):

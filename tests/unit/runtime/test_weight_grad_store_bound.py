@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,18 +153,3 @@ def test_dws_run_at_once_without_a_window(events):
     ]
     times = run.times
     assert times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
-
-
-def test_dw_memory_bound_runs_only_as_many_dws_as_needed():
-    run = Run([Put("a", 40), Put("b", 40), Put("c", 50), LastUse("a"), LastUse("b"), LastUse("c")], 1, 100)
-    assert run.held == [40, 80, 90, 90, 90, 90]
-    assert (run.times.num_dw_early, run.times.num_dw_late) == (1, 2)
-
-
-@pytest.mark.parametrize("held_before", [0, 30])
-def test_dw_larger_than_the_memory_bound_runs_at_once_in_order(held_before):
-    before = [Put("a", held_before)] if held_before else []
-    run = Run([*before, Put("b", 500)], 3, 100)
-    assert run.held[-1] == 0
-    assert run.ran == list(range(len(run.puts)))
-    assert run.times.peak_dw_bytes == held_before

@@ -67,7 +67,7 @@ def test_chunk_sizes_add_up_and_differ_by_one_multiple_at_most(data):
 
 
 @given(st.integers(1, 400), st.integers(1, 40))
-def test_chunk_sizes_that_keep_a_multiple_by_chance_are_those_with_it(size, multiple):
+def test_sizes_that_keep_a_multiple_by_chance_are_those_with_it(size, multiple):
     """A plan that does not name the multiple, and whose sizes obey it, cuts as one that does."""
     for num_chunks in range(2, min(size, 9)):
         sizes = chunk_sizes(size, num_chunks)

@@ -68,7 +68,7 @@ def test_oldest_dws_run_where_memory_is_bounded():
     assert (queue.queue.held_bytes, queue.queue.peak_bytes, queue.queue.num_early) == (0, 90, 4)
 
 
-def test_planned_dws_of_a_gap_are_taken_first_and_then_the_oldest():
+def test_planned_dws_of_gap_are_taken_first_and_then_oldest():
     queue = Queue(DwRules(window=9, gaps={"gap": ("b", "gone", "b", "a")}))
     queue.put("c.0", "a.0", "b.0", "a.1", "b.1", "b.2")
     queue.queue.begin_gap("gap")
@@ -103,7 +103,7 @@ def test_dws_ahead_of_a_wait_are_all_pending_ones_without_a_plan():
     assert labels(queue.queue.take_ahead) == ["a.0", "b.0"]
 
 
-def test_dws_ahead_of_a_wait_are_the_planned_ones_and_no_others_before_they_are_due():
+def test_dws_ahead_of_a_wait_are_the_planned_ones():
     queue = Queue(DwRules(window=3, gaps={"gap": ("b", "gone")}))
     queue.put("a.0", "b.0", "c.0")
     found = []

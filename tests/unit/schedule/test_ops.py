@@ -30,8 +30,8 @@ SPELLED_ELSEWHERE = {
     "model/adopt.py": {"mlp"},  # an attribute of its layers
     "model/recompute.py": {"mlp", "shared_experts"},  # values of --recompute-modules
     "training/plan/support.py": {"mlp", "shared_experts"},  # the same
-    "training/dry_run/activations.py": {"mlp", "shared_experts"},  # the same
-    "training/check/shrink.py": {"mlp", "shared_experts"},  # the same
+    "training/saved_tensors.py": {"mlp", "shared_experts"},  # the same
+    "lab/check/shrink.py": {"mlp", "shared_experts"},  # the same
     # Values of --lancet-range: what runs in chunks.
     "schedule/plan.py": {str(OverlapRange.EXPERTS)},
     "profiler/facts.py": {"experts"},  # a word of a profile's name

@@ -13,7 +13,7 @@ turns_of_pairs = st.builds(PairedTurns, COUNTS, COUNTS)
 
 
 @given(turns_of_pairs)
-def test_the_first_turn_runs_before_the_backward_and_all_have_run_at_its_last_wait(turns):
+def test_first_turn_is_before_the_backward_and_all_by_its_end(turns):
     assert turns.done_by(0) == 1
     if turns.num_backward_waits:
         assert turns.done_by(turns.num_backward_waits) == turns.num_forward_waits + 1

@@ -22,7 +22,7 @@ def test_large_micro_ops_begin_at_aligned_addresses():
     assert [start % 64 for start, _ in MicroOps(1000).cut(2000, 4)] == [0] * 11
 
 
-def test_micro_ops_smaller_than_one_element_per_shard_make_progress():
+def test_micro_ops_below_an_element_per_shard_make_progress():
     assert list(MicroOps(1).cut(4, 4, 2)) == [(0, 1), (1, 2)]
 
 

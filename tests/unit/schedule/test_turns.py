@@ -41,20 +41,6 @@ wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, 
 wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.attention, L3.c1.F.mlp
 concatenate
 """
-TWO_CHUNKS_LAYER = """
-cut
-L1.c0.F.attention, L1.c0.F.mlp
-L1.c1.F.attention, L1.c1.F.mlp
-concatenate
-cut
-L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess, launch L2.c0.F.dispatch
-L2.c1.F.attention, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess, launch L2.c1.F.dispatch
-wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
-wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
-wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess
-wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess
-concatenate
-"""
 TWO_CHUNKS_GATE = """
 L1.c0.F.attention, L1.c0.F.mlp
 L2.c0.F.attention
@@ -150,20 +136,6 @@ concatenate
 add residual in L1.c0.F.postprocess
 L2.c0.F.attention
 """
-HYBRID_LAYER = """
-cut
-L1.c0.F.norm, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch, L1.c0.F.shared_experts
-L1.c1.F.norm, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch, L1.c1.F.shared_experts
-wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
-wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
-wait L1.c0.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
-wait L1.c1.F.combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess
-concatenate
-cut
-L2.c0.F.attention
-L2.c1.F.attention
-concatenate
-"""
 TWO_HOPS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch,\
@@ -171,10 +143,10 @@ L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, lau
 L1.c1.F.attention, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch,\
  L1.c1.F.shared_experts
 wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
-wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
 wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
-wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
 wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
+wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
+wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
 wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
 wait L1.c0.F.node_combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess, L2.c0.F.attention, L2.c0.F.mlp
 wait L1.c1.F.node_combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess, L2.c1.F.attention, L2.c1.F.mlp
@@ -186,10 +158,10 @@ cut
 launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch
 launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch
 wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
-wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
 wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
-wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
 wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
+wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
+wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
 wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
 wait L1.c0.F.node_combine, L1.c0.F.postprocess
 wait L1.c1.F.node_combine, L1.c1.F.postprocess
@@ -247,9 +219,9 @@ L2.c0.F.attention, L2.c0.F.mlp
 """
 
 
-def text_of(layers: str, num_chunks: int, overlap_range: OverlapRange, hop_turns: bool = False) -> list[str]:
+def text_of(layers: str, num_chunks: int, overlap_range: OverlapRange) -> list[str]:
     numbered = [(number, LAYERS[letter]) for number, letter in enumerate(layers, start=1)]
-    return [str(instruction) for instruction in program(numbered, num_chunks, overlap_range, hop_turns)]
+    return [str(instruction) for instruction in program(numbered, num_chunks, overlap_range)]
 
 
 def instructions_in(text: str) -> list[str]:
@@ -260,7 +232,6 @@ def instructions_in(text: str) -> list[str]:
     ("layers", "num_chunks", "overlap_range", "text"),
     [
         ("dmd", 2, OverlapRange.STACK, TWO_CHUNKS_STACK),
-        ("dn", 2, OverlapRange.LAYER, TWO_CHUNKS_LAYER),
         ("dm", 2, OverlapRange.GATE, TWO_CHUNKS_GATE),
         ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
         ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
@@ -268,7 +239,8 @@ def instructions_in(text: str) -> list[str]:
         ("*E-", 2, OverlapRange.STACK, HYBRID_STACK),
         ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
         ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
-        ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
+        ("hd", 2, OverlapRange.STACK, TWO_HOPS_STACK),
+        ("H", 2, OverlapRange.EXPERTS, TWO_HOPS_EXPERTS),
         ("H", 2, OverlapRange.GATE, TWO_HOPS_GATE),
         ("t", 2, OverlapRange.STACK, TILES_STACK),
         ("T", 2, OverlapRange.EXPERTS, TILES_EXPERTS),
@@ -277,14 +249,6 @@ def instructions_in(text: str) -> list[str]:
 )
 def test_program_of_a_segment_equals_the_golden_text(layers, num_chunks, overlap_range, text):
     assert text_of(layers, num_chunks, overlap_range) == instructions_in(text)
-
-
-@pytest.mark.parametrize(
-    ("layers", "overlap_range", "text"),
-    [("hd", OverlapRange.STACK, TWO_HOPS_STACK), ("H", OverlapRange.EXPERTS, TWO_HOPS_EXPERTS)],
-)
-def test_turns_may_end_at_messages_inside_a_node_too(layers, overlap_range, text):
-    assert text_of(layers, 2, overlap_range, hop_turns=True) == instructions_in(text)
 
 
 def test_moe_layer_without_shared_experts_has_all_other_verbs():
@@ -299,14 +263,14 @@ def test_padded_experts_need_counts_of_chunks_only(num_chunks, missing):
 
 @pytest.mark.parametrize("letter", KINDS)
 @pytest.mark.parametrize("overlap_range", OverlapRange)
-def test_op_is_cut_where_the_program_of_its_layer_runs_it_in_two_chunks(letter, overlap_range):
+def test_op_is_cut_where_its_layer_runs_it_in_two_chunks(letter, overlap_range):
     computed = [one for one in program([(1, LAYERS[letter])], 2, overlap_range) if isinstance(one, Instruction)]
     in_chunks = {one.verb.kind for one in computed if one.chunk == 1}
     for kind in {verb.kind for verb in LAYERS[letter]}:
         assert is_cut(KINDS[letter], kind, overlap_range) == (kind in in_chunks)
 
 
-def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
+def test_messages_have_ops_that_make_and_that_need_their_rows():
     """Each hop has its own, so the maps need not know how many hops a plan has."""
     assert ROWS_MADE_BY == {
         "dispatch": "preprocess",
@@ -341,11 +305,13 @@ def test_verbs_of_the_same_op_are_different_keys():
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
+    from megatron_lancet.features.mtp import model as mtp
+    from megatron_lancet.features.tiles import ops as tiles
+    from megatron_lancet.features.two_hop import ops as two_hop
     from megatron_lancet.model import moe_layer as experts
     from megatron_lancet.model import transformer_layer
-    from megatron_lancet.model.tiles import ops as tiles
 
-    functions = {**transformer_layer.FORWARD, **experts.FORWARD, **tiles.FORWARD}
-    assert {verb.of_all_rows for verb in layer} <= set(functions)
-    assert set(functions) == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
-    assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)
+    functions = {*transformer_layer.OPS, *mtp.OPS, *experts.OPS, *tiles.OPS, *two_hop.OPS}
+    assert {verb.of_all_rows for verb in layer} <= functions
+    assert functions == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
+    assert not {*transformer_layer.OPS, *mtp.OPS} & {*experts.OPS, *tiles.OPS, *two_hop.OPS}

@@ -82,7 +82,7 @@ def ours() -> list[str]:
 
 
 @pytest.mark.parametrize("name", ours())
-def test_te_stand_in_checks_each_tensor_that_its_kernel_reads_by_address(name):
+def test_te_stand_in_checks_tensors_read_by_address(name):
     places = read_by_address(name)
     if places is None:
         assert name in ("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams") or name in sources()

@@ -74,7 +74,7 @@ def test_te_adam_that_is_capturable_skips_a_step_with_overflow():
     torch.testing.assert_close(state, new_state(torch.float32), atol=0, rtol=0)
 
 
-def test_te_adam_with_remainders_equals_fp32_masters_in_every_bit():
+def test_te_adam_with_remainders_equals_fp32_masters_bitwise():
     params, *moments = new_state(torch.bfloat16)
     masters = [param.float() for param in params]
     remainders = [torch.zeros(param.shape, dtype=torch.int16) for param in params]

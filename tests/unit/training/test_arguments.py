@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice, RowLimitChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.lab.dry_run.cluster import has_package
+from megatron_lancet.registry import features
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
 
 
@@ -49,7 +50,6 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-chunk-dim sequence", {"chunk_dim": ChunkDim.SEQUENCE}),
         ("--lancet-range experts", {"range": OverlapRange.EXPERTS}),
         ("--lancet-range gate", {"range": OverlapRange.GATE}),
-        ("--lancet-range layer", {"range": OverlapRange.LAYER}),
         ("--lancet-range stack", {"range": OverlapRange.STACK}),
         ("--lancet-attention auto", {"attention": AttentionChoice.AUTO}),
         ("--lancet-attention stock", {"attention": AttentionChoice.STOCK}),
@@ -66,6 +66,12 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
         ("--lancet-grad-chunk-mb 2.5", {"grad_chunk_mb": 2.5}),
         ("--lancet-experts-apart", {"experts_apart": True}),
+        *((f"--lancet-pairing {choice}", {"pairing": choice}) for choice in PairingChoice),
+        *((f"--lancet-dispatch {choice}", {"dispatch": choice}) for choice in Dispatch),
+        *((f"--lancet-tiles {number}", {"tiles": number}) for number in (0, 4)),
+        ("--lancet-pairing auto --lancet-dispatch auto --lancet-tiles auto", {}),
+        ("--lancet-max-received-rows auto", {"max_received_rows": RowLimitChoice.AUTO}),
+        ("--lancet-max-received-rows 4096", {"max_received_rows": 4096}),
     ],
 )
 def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
@@ -88,10 +94,12 @@ def test_parsed_defaults_are_the_configurations(command_line):
     assert arguments.config_from_words([]) == LancetConfig()
 
 
-def test_parsed_flags_are_plain_because_megatron_saves_them_in_checkpoints(command_line):
+def test_parsed_flags_are_plain_values(command_line):
     command_line()
-    args, _ = arguments.parse()
-    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name, *_ in flags_of(LancetConfig)]
+    args, _ = arguments.parse(features())
+    kinds = [LancetConfig, *(feature.flags for feature in features() if feature.flags)]
+    names = [name for kind in kinds for name, *_ in flags_of(kind)]
+    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name in names]
     assert {type(value) for value in values} <= {str, int, float, bool, type(None)}
     assert "auto" in values
 
@@ -145,12 +153,22 @@ def test_profile_cache_defaults_to_the_users_cache_folder(command_line, monkeypa
         (["--lancet-grad-chunk-mb", "nan"], "got nan"),
         (["--lancet-comm-priority", "first"], "invalid choice: 'first'.*all-to-all-first"),
         (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
+        (["--lancet-pairing", "yes"], "--lancet-pairing: invalid choice: 'yes'"),
+        (["--lancet-dispatch", "once"], "--lancet-dispatch: invalid choice: 'once'"),
+        (["--lancet-tiles", "many"], "--lancet-tiles expects auto, or a number of tiles"),
+        *((["--lancet-max-received-rows", t], f"or a number of rows above 0, got {t}") for t in ("0", "1.5", "all")),
+        (["--lancet-max-received-rows=-4"], "expects auto, or a number of rows above 0, got -4"),
+        *((["--lancet-locality-loss-coeff", t], "-coeff expects at least 0, got") for t in ("nan", "inf")),
+        (["--lancet-locality-loss-coeff=-1"], "--lancet-locality-loss-coeff expects at least 0, got"),
+        (["--lancet-rebalance-interval", 1], "--lancet-rebalance-interval expects at least 2, got 1"),
+        (["--lancet-comm-sms", 0], "--lancet-comm-sms expects at least 1, got 0"),
+        (["--lancet-ranks-per-node", 0], r"-ranks-per-node expects at least 1, got 0\. Without the flag"),
     ],
 )
 def test_faulty_arguments_are_refused(command_line, words, message):
     command_line(*words)
     with pytest.raises(UsageError, match=message) as refusal:
-        arguments.parse()
+        arguments.parse(features())
     assert len(str(refusal.value)) < 300  # not the usage text
 
 

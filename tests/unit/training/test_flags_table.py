@@ -11,6 +11,7 @@ import pytest
 from docs.flags_table import with_refused_flags
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
@@ -90,7 +91,9 @@ def parser():
     """Megatron's, with ours."""
     from megatron.training.arguments import add_megatron_arguments
 
-    return arguments.add_lancet_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return arguments.add_lancet_arguments(
+        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), features()
+    )
 
 
 def listed_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:

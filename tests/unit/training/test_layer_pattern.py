@@ -86,7 +86,7 @@ def test_hybrid_model_without_a_pattern_is_refused(parser):
         ("+E-", None),
     ],
 )
-def test_hybrid_layers_that_do_not_overlap_are_named_with_their_reason(hybrid, pattern, found):
+def test_hybrid_layers_that_do_not_overlap_are_named(hybrid, pattern, found):
     args = hybrid(pattern)
     refused = [flag for flag, _ in unsupported(args, validated=True)]
     if found is None:
@@ -108,14 +108,14 @@ def test_hybrid_model_has_all_to_alls_where_it_has_expert_layers(hybrid):
 
 
 @pytest.mark.parametrize("module", ["hybrid.hybrid_layer_specs", "mamba.mamba_layer_specs"])
-def test_hybrid_scripts_name_the_layers_that_megatron_builds_anyway(hybrid, parser, module):
+def test_hybrid_scripts_name_layers_that_megatron_builds_anyway(hybrid, parser, module):
     spec = ["--spec", f"megatron.core.models.{module}", "mamba_stack_spec"]
     assert list(unsupported(hybrid("*E", *spec), validated=True)) == []
     gpt = parser.parse_args(["--moe-token-dispatcher-type", "alltoall", *spec])
     assert [flag for flag, _ in unsupported(gpt, validated=True)] == [" ".join(spec)]
 
 
-def test_spec_entry_refuses_a_hybrid_model_that_takes_it_for_its_layers(monkeypatch, capsys):
+def test_spec_entry_refuses_a_hybrid_model(monkeypatch, capsys):
     """Megatron's hybrid model keeps the function in place of its stack, and calls it with hidden states."""
     monkeypatch.setattr(spec, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as end:

@@ -1,12 +1,19 @@
 """Marks in a log become a timeline, and count kernels by op."""
 
-from megatron_lancet.mock.link import Link
 from megatron_lancet.schedule.timeline import Lane, Span
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Kernel, Mark, Recorded, StreamWaits
-from megatron_lancet.virtual_gpu.playback.by_op import kernels_by_op, timeline_of
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.marks import BEGIN, END, RESUME, SKIP, MarkedMessage
-from megatron_lancet.virtual_gpu.playback.player import play
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import (
+    CollectiveBegins,
+    CollectiveEnds,
+    Kernel,
+    Mark,
+    Recorded,
+    StreamWaits,
+)
+from megatron_lancet.testkit.virtual_gpu.playback.by_op import kernels_by_op, timeline_of
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.marks import BEGIN, END, RESUME, SKIP, MarkedMessage
+from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
 COMPUTE, COMM = 0, 1
 DISPATCH, DW = "L1.c0.F.dispatch", "L1.W.mlp.linear_fc1"

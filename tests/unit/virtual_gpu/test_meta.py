@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.log import HostWaits, Kernel
+from megatron_lancet.testkit.virtual_gpu.meta import MetaGpu
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.log import HostWaits, Kernel
-from megatron_lancet.virtual_gpu.meta import MetaGpu
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_float_tensors_have_shapes_and_no_values(gpu):
         a.tolist()
 
 
-def test_small_integer_tensors_keep_values_through_views_and_changes_in_place(gpu):
+def test_small_integer_tensors_keep_their_values(gpu):
     counts = torch.arange(6, device="cuda").view(2, 3)
     received = torch.empty_like(counts)
     received.copy_(counts)
@@ -81,7 +81,7 @@ def test_supplied_values_are_those_of_the_operator():
         assert routing_map.sum(dim=0).tolist() == [3, 1]
 
 
-def test_module_moves_to_the_gpu_with_attributes_of_its_parameters(gpu):
+def test_module_moves_to_gpu_with_attributes_of_its_parameters(gpu):
     linear = torch.nn.Linear(2, 2)
     linear.weight.allreduce = False
     linear.cuda()

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.virtual_gpu.log import (
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import (
     CollectiveBegins,
     CollectiveEnds,
     HostWaits,
@@ -13,8 +13,8 @@ from megatron_lancet.virtual_gpu.log import (
     Recorded,
     StreamWaits,
 )
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.player import Interval, play
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.player import Interval, play
 
 COMPUTE, COMM = 0, 1
 DEVICE = DeviceModel(
@@ -52,7 +52,7 @@ def test_kernel_takes_the_longest_of_flops_bytes_and_floor():
     assert list(play(log, DEVICE).kernels.values()) == [Interval(0, 7), Interval(7, 11), Interval(11, 12)]
 
 
-def test_message_runs_beside_compute_and_only_its_rest_is_exposed():
+def test_message_beside_compute_is_exposed_for_its_rest():
     # 10 us of compute, then a message of 5 + 15 us beside 12 us of compute, then 3 us that wait for it.
     log = [kernel(10), *behind(1, COMPUTE, COMM), *message(15), Recorded(COMM, 2), kernel(12)]
     played = play([*log, StreamWaits(COMPUTE, 2), kernel(3)], DEVICE)
@@ -70,7 +70,7 @@ def test_message_on_the_compute_stream_is_exposed_in_full():
     assert (played.for_messages_us, played.busy_us, played.exposed_share) == (20, 15, 1)
 
 
-def test_messages_of_one_group_queue_for_its_link_and_those_of_two_do_not():
+def test_messages_queue_for_the_link_of_their_group():
     of_one = play([*message(15), *message(15, 2)], DEVICE)
     of_two = play([*message(15), *message(15, 2, "TP")], DEVICE)
     assert [one.on_wire for one in of_one.messages] == [Interval(0, 20), Interval(20, 40)]
@@ -115,7 +115,7 @@ def test_host_waits_for_stream_and_for_device():
         assert starts(play([kernel(9, stream=1), waits, kernel(1)], DEVICE)) == [0, 9]
 
 
-def test_one_connection_makes_a_wait_at_its_head_stop_other_streams():
+def test_wait_at_the_head_of_one_connection_stops_other_streams():
     # The message waits for compute, and compute that needs nothing is launched behind the wait.
     log = [kernel(10), Recorded(COMPUTE, 1), StreamWaits(2, 1), kernel(5, stream=3), *message(15, stream=2)]
     apart = play(log, DEVICE)
@@ -125,7 +125,7 @@ def test_one_connection_makes_a_wait_at_its_head_stop_other_streams():
     assert [one.on_wire.start_us for one in shared.messages] == [10]
 
 
-def test_one_connection_starts_a_late_launch_after_what_was_launched_before():
+def test_one_connection_starts_launches_in_order():
     # A dispatch that is launched behind another chunk's experts starts when the last of them has started.
     log = [Recorded(COMPUTE, 1), kernel(10), kernel(10), StreamWaits(COMM, 1), *message(15)]
     apart = play(log, DEVICE)
@@ -144,7 +144,7 @@ def test_event_from_before_the_log_has_been_reached():
     assert starts(play([StreamWaits(COMPUTE, 99), kernel(1)], DEVICE)) == [0]
 
 
-def test_wait_for_compute_of_another_stream_is_not_exposed_communication():
+def test_wait_for_another_streams_compute_is_not_exposed():
     log = [kernel(10, stream=2), Recorded(2, 1), StreamWaits(COMPUTE, 1), kernel(1)]
     played = play(log, DEVICE)
     assert (played.exposed_us, played.for_launches_us) == (0, 10)
@@ -159,27 +159,27 @@ def beside_message(device):
     return play([kernel(10), *behind(1, COMPUTE, COMM), *message(15), kernel(12), kernel(30)], device)
 
 
-def test_message_slows_down_kernels_of_other_streams_while_it_is_on_the_wire():
+def test_message_slows_down_kernels_of_other_streams():
     # 12 us take 16 beside the message; of the last kernel 3 us take the 4 that are left, and 27 us come behind it.
     assert list(beside_message(SLOW).kernels.values()) == [Interval(0, 10), Interval(10, 26), Interval(26, 57)]
     assert list(beside_message(DEVICE).kernels.values()) == [Interval(0, 10), Interval(10, 22), Interval(22, 52)]
 
 
-def test_message_that_is_launched_behind_a_kernel_slows_it_down_from_its_start():
+def test_message_slows_down_a_running_kernel_from_its_start():
     # The host launches the message last, and its stream has nothing to wait for: 5 + 7 us from the beginning.
     played = play([kernel(18), *message(7)], SLOW)
     assert [one.on_wire for one in played.messages] == [Interval(0, 12)]
     assert list(played.kernels.values()) == [Interval(0, 12 + 18 - 9)]
 
 
-def test_message_does_not_slow_down_its_own_stream_and_later_messages_follow_slower_kernels():
+def test_message_does_not_slow_down_its_own_stream():
     log = [*message(15), kernel(15), *behind(1, COMPUTE, COMM), *message(5), kernel(2, COMM)]
     played = play(log, SLOW)
     assert [one.on_wire for one in played.messages] == [Interval(0, 20), Interval(20, 30)]
     assert list(played.kernels.values()) == [Interval(0, 20), Interval(30, 32)]
 
 
-def test_messages_of_all_groups_queue_for_one_link_in_the_order_in_which_they_could_start():
+def test_messages_of_all_groups_queue_for_one_link_in_order():
     log = [kernel(9), *behind(1, COMPUTE, 2), *message(15, 2, "TP"), *message(15)]
     assert [one.on_wire for one in play(log, DEVICE).messages] == [Interval(9, 29), Interval(0, 20)]
     played = play(log, replace(DEVICE, one_link=True))

@@ -17,8 +17,8 @@ from torch.nn.functional import grouped_mm
 from benchmarks.gpu.check.part.link import LATENCY_US, NUM_SMS, RATES, Bench
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.paced_link import PacedLink
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.paced_link import PacedLink
 
 _BLOCKED_US = 3000.0
 _MIN_LEFT_S = 2.0

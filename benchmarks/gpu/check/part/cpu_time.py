@@ -11,8 +11,9 @@ import torch
 
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, CountsExchange, Exchange
-from megatron_lancet.runtime.lane import ForwardLane
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import CountsExchange, Exchange
+from megatron_lancet.runtime.progress.lane import ForwardLane
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.ops import Op, Phase

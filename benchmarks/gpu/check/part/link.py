@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.paced_link import PacedLink
-from megatron_lancet.mock.transfer import Transfer
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.paced_link import PacedLink
+from megatron_lancet.testkit.mock.transfer import Transfer
 
 LATENCY_US = 10.0
 RATES = (350.0, 45.0)

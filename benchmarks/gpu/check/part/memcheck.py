@@ -159,9 +159,9 @@ def run_steps(record: Recorder, place: Place) -> None:
     from benchmarks.gpu.sizes import SIZES
     from benchmarks.gpu.variants import Runner, Variant, Work
     from benchmarks.gpu.world import mocked_group
-    from megatron_lancet.mock.link import Link
     from megatron_lancet.model.local_experts import grouped_linear
     from megatron_lancet.patching import around
+    from megatron_lancet.testkit.mock.link import Link
 
     num_products = 0
 

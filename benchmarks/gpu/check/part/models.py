@@ -13,9 +13,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.sizes import SIZES, Size
 from benchmarks.gpu.variants import Work
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
 
 NUM_RANKS = 8

@@ -20,7 +20,7 @@ from benchmarks.gpu.check.rank.launch import Ranks
 from benchmarks.gpu.check.rank.merge import SETTING, Merger
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import STOCK
-from megatron_lancet.training.check.ranks import held_port
+from megatron_lancet.lab.check.ranks import held_port
 
 CASE_LIMIT_S = 20.0
 """For the gradients of one plan; in the first one NCCL connects the ranks."""

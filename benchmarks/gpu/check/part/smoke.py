@@ -80,10 +80,7 @@ def _paths() -> dict[str, Path]:
         "capacity, padded": Path(Variant(_EXPERTS, _PADDED)),
         "capacity, padded, k=1": Path(Variant(fixed_plan(1, overlap_range=OverlapRange.EXPERTS), _PADDED)),
         "segments": Path(Variant(_SEGMENTS)),
-        **{
-            f"chunks over {over}": Path(Variant(fixed_plan(2, overlap_range=over)))
-            for over in (OverlapRange.GATE, OverlapRange.LAYER)
-        },
+        "chunks over gate": Path(Variant(fixed_plan(2, overlap_range=OverlapRange.GATE))),
         "dense first layer": Path(Variant(_TWO), dense_first),
         "latent attention, sequence": Path(Variant(sequence), {"latent": True}),
         "tiles k=2": Path(Variant(fixed_plan(2, tiles=2))),

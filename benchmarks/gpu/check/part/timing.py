@@ -13,7 +13,7 @@ from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Work
 from benchmarks.gpu.world import mocked_group
-from megatron_lancet.mock.link import Link
+from megatron_lancet.testkit.mock.link import Link
 
 if TYPE_CHECKING:
     from benchmarks.gpu.check.place import Place

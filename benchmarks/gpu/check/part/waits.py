@@ -19,7 +19,7 @@ import torch
 
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Dispatch, Plan
-from megatron_lancet.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
 
 _WARNING = "called a synchronizing CUDA operation"
 _NO_GRAPH_TASK = -1

@@ -19,8 +19,8 @@ from benchmarks.gpu.check.predict.file import as_text
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.harness.origin import PACKAGES, commit_of_checkout, versions_of
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.mock.link import Link
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
+from megatron_lancet.testkit.mock.link import Link
 
 SIZE, NUM_RANKS, NUM_MICRO_BATCHES = "qwen3-like", 8, 4
 LINKS = ("10:350", "10:45")

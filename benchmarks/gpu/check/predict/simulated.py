@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.check.predict.recorded import Step, device_model
-from megatron_lancet.mock.link import Link
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.measured.op_times import Samples, op_times, weight_grad_times
 from megatron_lancet.planning.profile import Profile
@@ -12,9 +11,10 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.virtual_gpu.log import HostWaits
-from megatron_lancet.virtual_gpu.playback.by_op import timeline_of
-from megatron_lancet.virtual_gpu.playback.player import play
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import HostWaits
+from megatron_lancet.testkit.virtual_gpu.playback.by_op import timeline_of
+from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
 _NUM_COUNTS_KERNELS = 3
 """Kernels beside an exchange of counts: their sum, and the copies to the host."""

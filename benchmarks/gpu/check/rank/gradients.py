@@ -13,7 +13,8 @@ from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.variants import PLANS, Reduction, Runner, Variant, Work
 from benchmarks.gradient_error import relative_errors, worst
 from megatron_lancet.patching import around
-from megatron_lancet.runtime.comm import Comm, Exchange
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import Exchange
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 
 TOLERANCE = 1e-4

@@ -116,7 +116,7 @@ def test_machine_whose_speed_changes_is_disturbed(after, change, is_disturbed, m
     assert ("DISTURBED" in machine_speed.described(found["machine_speed"])) is is_disturbed
 
 
-def test_tables_of_a_result_begin_with_its_origin_and_the_speed_of_its_machine():
+def test_tables_begin_with_origin_and_machine_speed():
     found = {
         "command": "python -m benchmarks.network",
         "date": "2026-12-01",

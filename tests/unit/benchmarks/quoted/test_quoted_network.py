@@ -53,7 +53,7 @@ def commit(tmp_path, monkeypatch):
     forget()
 
 
-def test_a_case_is_known_by_what_was_measured_and_its_newest_run_counts(commit):
+def test_newest_run_of_a_case_counts(commit):
     commit("2026-01-01", made_up("45", {"all-k2": 1.6, "all-k4": 1.7}))
     commit("2026-01-03", made_up("45-tiles", {"all-k2": 1.5}), name="network-tiles")
     commit("2026-01-02", made_up("45", {"all-k2": 1.4}), name="network-again")
@@ -102,11 +102,11 @@ def test_a_disturbed_run_counts_with_its_mark(commit):
     assert case.cell("all-k4", "costs") == "1.70 (costs)"
 
 
-def test_files_and_commands_are_named_with_what_they_say_of_the_code(commit):
+def test_files_and_commands_are_named_with_what_they_say_of_code(commit):
     commit("2026-01-01", made_up("45", {"all-k2": 1.6}))
     commit("2026-01-02", made_up("20", {"all-k2": 1.1}), commit="0123456789", is_dirty=True, command="the command")
     lines = quoted.speed().splitlines()
-    where = "../benchmarks/results"
+    where = "results"
     assert lines[-2:] == [
         f"- [network-2026-01-01.json]({where}/network-2026-01-01.json), 2026-01-01, commit not recorded: "
         "`python -m benchmarks.network`",
@@ -115,7 +115,7 @@ def test_files_and_commands_are_named_with_what_they_say_of_the_code(commit):
     ]
 
 
-def test_speed_with_pairs_is_quoted_with_its_memory_and_an_emulation_is_called_one(commit):
+def test_speed_with_pairs_is_quoted_with_its_memory(commit):
     found = made_up("45-m4", {"megatron-overlap": 1.3, "paired-k1": 1.5})
     found["peak_activation_bytes"]["paired-k1"] = [140, 150]
     commit("2026-01-01", found)

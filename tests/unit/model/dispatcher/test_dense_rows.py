@@ -29,7 +29,7 @@ def collected(rows, routes, num_experts: int, dense: bool):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_experts", [NUM_RANKS, 2 * NUM_RANKS])
-def test_rows_for_kernels_that_read_by_address_are_dense_and_keep_no_message(num_experts, dtype):
+def test_rows_for_kernels_without_strides_are_dense(num_experts, dtype):
     rows, sent, routes = received(num_experts, dtype)
     assert not any(tensor.is_contiguous() for tensor in rows)
     found = collected(rows, routes, num_experts, dense=True)
@@ -40,7 +40,7 @@ def test_rows_for_kernels_that_read_by_address_are_dense_and_keep_no_message(num
         assert all(actual.equal(expected) for actual, expected in zip(found, sent, strict=True))
 
 
-def test_rows_of_one_expert_are_not_copied_for_kernels_that_know_strides():
+def test_rows_of_one_expert_are_not_copied_for_strided_kernels():
     rows, _, routes = received(NUM_RANKS, torch.bfloat16)
     found = collected(rows, routes, NUM_RANKS, dense=False)
     assert [tensor.data_ptr() for tensor in found] == [tensor.data_ptr() for tensor in rows]

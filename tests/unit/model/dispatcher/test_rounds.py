@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_lancet.model.dispatcher.rounds import Round, rounds_of
-from megatron_lancet.model.dispatcher.row_limit import RowLimit, num_rounds, rows_by_rank
+from megatron_lancet.features.row_bound.limit import RowLimit, num_rounds, rows_by_rank
+from megatron_lancet.features.row_bound.rounds import Round, rounds_of
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 LIKE = torch.zeros(1)
@@ -60,7 +60,7 @@ def rounds_of_all(layout: Layout, counts: Sequence[Sequence[int]], number: int) 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_each_row_is_in_one_round_in_which_no_rank_is_over_its_limit(seed):
+def test_each_row_is_in_one_round_and_no_rank_over_its_limit(seed):
     dice = random.Random(seed)
     layout = Layout(dice.choice([2, 3, 4, 8]), dice.choice([1, 1, 2]), dice.choice([1, 2, 5]))
     counts = skewed_counts(dice, layout)
@@ -121,8 +121,8 @@ def test_rows_go_out_and_come_back_to_their_places():
 
 def test_counts_for_a_peer_and_those_for_all_are_told_apart():
     chosen_tE = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]).bool()
-    limit = RowLimit(5, 4)
-    told = limit.with_rows_of_all(lambda: torch.tensor([7, 8, 9, 10]), chosen_tE, 2)
+    limit = RowLimit(5, 4, 2)
+    told = limit.with_counts_of_all(lambda: torch.tensor([7, 8, 9, 10]), chosen_tE, 2)
     assert told.view(2, -1).tolist() == [[7, 8, 2, 2, 1, 1], [9, 10, 2, 2, 1, 1]]
     received = torch.tensor([[7, 8, 2, 2, 1, 1], [1, 2, 3, 4, 5, 6]])
     counts, of_all = limit.of_peers(TokenCounts(told.view(2, -1).tolist(), received.tolist(), received))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, Routes
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
+from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 
@@ -26,7 +27,7 @@ def test_routes_make_each_order_of_rows_once():
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1, 2])
-def test_routes_with_expert_tensor_parallelism_equal_sums_over_a_tensor_of_counts(tp_rank):
+def test_routes_with_expert_tp_equal_sums_of_counts(tp_rank):
     num_ranks, tp_size, num_experts = 2, 3, 4
     sent_P1e = torch.randint(9, (num_ranks, 1, num_experts))
     received_PVe = torch.randint(9, (num_ranks, tp_size, num_experts))

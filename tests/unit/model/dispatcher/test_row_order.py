@@ -19,7 +19,7 @@ def test_row_order_of_two_sources_and_two_experts():
 
 @pytest.mark.parametrize("last_expert_first", [False, True])
 @pytest.mark.parametrize(("num_sources", "num_experts"), [(1, 3), (2, 2), (4, 5), (3, 1)])
-def test_row_order_and_its_gradients_equal_megatrons_sort_to_the_bit(num_sources, num_experts, last_expert_first):
+def test_row_order_and_its_gradients_equal_megatrons_sort_to_bit(num_sources, num_experts, last_expert_first):
     sizes = torch.randint(4, (num_sources, num_experts))
     sizes[0, 0] = 0  # an expert without a row from a source
     num_rows = int(sizes.sum())

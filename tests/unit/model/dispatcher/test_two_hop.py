@@ -15,12 +15,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_lancet.model.dispatcher import two_hop
+from megatron_lancet.features.two_hop import dispatcher as two_hop
+from megatron_lancet.features.two_hop.dispatcher import TwoHopDispatcher
+from megatron_lancet.features.two_hop.routes import TwoHopRoutes
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.routes import TwoHopRoutes
 from megatron_lancet.model.dispatcher.row_order import RowOrder
-from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.schedule.nodes import Nodes
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
@@ -273,7 +273,7 @@ def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
 
 @given(worlds(max_holders=1, max_chosen=2))
 @examples(40)
-def test_two_hops_of_two_experts_per_token_equal_the_plain_dispatch_to_the_bit(world):
+def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
     inputs = inputs_of(world.maps)
 
     def run(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
@@ -341,7 +341,7 @@ def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, num_holders):
         torch.testing.assert_close(seen.tokens_mH.sum(dim=0), rows.sum(dim=0))
 
 
-def test_a_token_travels_once_to_a_node_and_there_once_to_each_holder():
+def test_token_is_sent_once_to_a_node_and_once_to_each_holder():
     """Its four experts are on both ranks of both nodes; each rank holds a half of its experts' parts."""
     maps = [torch.zeros((1, 4), dtype=torch.bool) for _ in range(8)]
     maps[0][:] = True

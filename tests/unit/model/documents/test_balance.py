@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
+from megatron_lancet.features.documents import balance
+from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents import balance, packed
-from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from tests.small_gpt import EXPERTS, transformer_config
@@ -97,8 +98,8 @@ def test_loss_per_sample_is_stocks_to_the_bit(auxiliary_loss):
 @contextmanager
 def on_rank(context_rank, tensor_rank):
     with (
-        replaced(packed.parallel_state, "get_context_parallel_rank", lambda: context_rank),
-        replaced(packed.parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank),
+        replaced(parallel_state, "get_context_parallel_rank", lambda: context_rank),
+        replaced(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank),
     ):
         yield
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_lancet.features.documents.lengths import Documents, Part, attend_by_document
 from megatron_lancet.model.attention import sdpa
-from megatron_lancet.model.documents.lengths import Documents, Part, attend_by_document
 from megatron_lancet.patching import replaced
 from tests.small_gpt import transformer_config
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.documents.packed import PackedMicroBatch, rotary_at
+from megatron_lancet.features.documents.packed import PackedMicroBatch
 from tests.parity.documents.samples import params_of
 
 ONE_RANK = SimpleNamespace(context_parallel_size=1, sequence_parallel=False, tensor_model_parallel_size=1)
@@ -28,7 +28,7 @@ def test_documents_of_each_sample():
     assert read(torch.zeros(6, 2, 4), tokens_per_sample=None).documents.are_sequences
 
 
-def test_attention_sees_the_positions_of_all_tensor_parallel_ranks():
+def test_attention_sees_positions_of_all_tensor_parallel_ranks():
     packed = read(torch.zeros(3, 2, 4), TWO_RANKS)
     assert packed.positions.shape == (6, 2)
     assert packed.unflattened(hidden := torch.zeros(3, 2, 4)) is hidden
@@ -51,7 +51,7 @@ def test_rotary_embedding_of_each_position():
     assert rotary[:, :, 0, 0].equal(packed.positions.float())
     assert packed.rotary(None) is None
     with pytest.raises(UsageError, match="a document of 6 tokens, and its max_seqlen_q is 5"):
-        rotary_at(embedding[:5], packed.positions, packed.documents)
+        packed.documents.rotary_at(embedding[:5], packed.positions)
 
 
 ENDS = torch.tensor([0, 2, 3, 6, 12], dtype=torch.int32)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.chunking import split_hidden
-from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Segment, fixed_plan
@@ -31,8 +31,8 @@ def test_all_attentions_take_documents_and_cuts_know_their_cost(one_rank):
     model = prepared(mtp_num_layers=1)
     layers = [*model.decoder.layers, model.mtp.layers[0].mtp_model_layer]
     assert {type(layer.self_attention.core_attention).__name__ for layer in layers} == {"SdpaAttention"}
-    assert model.decoder.document_cost == DocumentCost(tokens_per_pair(model.config, VOCAB))
-    assert model.mtp.layers[0].document_cost == model.decoder.document_cost
+    assert model.decoder.documents.cost == DocumentCost(tokens_per_pair(model.config, VOCAB))
+    assert model.mtp.layers[0].documents == model.decoder.documents
 
 
 def test_rotary_embeddings_of_documents_are_not_fused(one_rank):
@@ -43,7 +43,7 @@ def test_rotary_embeddings_of_documents_are_not_fused(one_rank):
     assert not any(layer.self_attention.config.apply_rope_fusion for layer in model.decoder.layers)
 
 
-def test_documents_in_a_model_that_is_not_prepared_for_them_are_refused(one_rank):
+def test_documents_in_an_unprepared_model_are_refused(one_rank):
     model = prepared(documents=False)
     with pytest.raises(UsageError, match=r"not prepared for documents\. Pass --dataloader-inter-document-masking"):
         model(TOKENS, TOKENS, None, packed_seq_params=params_of(SAMPLES))
@@ -61,7 +61,7 @@ def test_attention_without_a_kernel_for_documents_is_refused(one_rank):
         prepared(window_size=(4, 0))
 
 
-def test_transformer_engine_refuses_sequence_chunks_and_context_parallelism(one_rank):
+def test_te_refuses_sequence_chunks_and_context_parallelism(one_rank):
     model = prepared()
     attention = model.decoder.overlapping_layers[0].attention
     attention._is_te = True
@@ -74,7 +74,7 @@ def test_transformer_engine_refuses_sequence_chunks_and_context_parallelism(one_
         attention.begin_documents()
 
 
-def test_predictions_refuse_context_parallelism_and_megatrons_shift(one_rank):
+def test_predictions_refuse_context_parallelism(one_rank):
     model = prepared(mtp_num_layers=1)
     layer, hidden = model.mtp.layers[0], torch.zeros(16, 1, 32)
     with pytest.raises(AssertionError, match="Megatron shifts all samples alike"):
@@ -95,7 +95,7 @@ def test_micro_batches_shorter_than_the_chunks_are_refused(dim, size, message):
 
 
 @pytest.mark.parametrize("overlap_range", [OverlapRange.STACK, OverlapRange.GATE])
-def test_sequences_are_cut_by_the_cost_of_documents_where_attention_is_in_chunks(overlap_range):
+def test_sequences_are_cut_by_the_cost_of_documents(overlap_range):
     documents = Documents(((90, 10),), cost=DocumentCost(1e3))
     segment = Segment(1, None, 2, ChunkDim.SEQUENCE, overlap_range)
     parts = split_hidden(torch.zeros(100, 1, 1), segment, documents if overlap_range.has_attention else None)

@@ -30,7 +30,13 @@ class Pair:
         stats: counters of the store of our dWs.
     """
 
-    def __init__(self, num_experts: int = 4, window: int = 1, ddp: dict | None = None, **settings) -> None:
+    def __init__(
+        self, num_experts: int = 4, window: int = 1, ddp: dict | None = None, deferred=lambda name: True, **settings
+    ) -> None:
+        """
+        Args:
+            deferred: whether the linear layer with this name defers its dW.
+        """
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         from megatron_lancet.model.adopt import adopt
@@ -44,7 +50,7 @@ class Pair:
         self.stats = cpu_stats()
         self.store = WeightGradStore(DwRules(window), self.stats)
         for name, linear in list(self.ours.named_modules()):
-            if can_defer(linear):
+            if can_defer(linear) and deferred(name):
                 defer_weight_grad(linear, name, self.store)
         ddp_config = DistributedDataParallelConfig(
             delay_wgrad_compute=True, **{"grad_reduce_in_fp32": True, "bucket_size": None, **(ddp or {})}

@@ -47,7 +47,7 @@ SEQUENTIAL, ONE_BY_ONE, GROUPED = "sequential", "layer by layer, one GEMM for ea
     ],
     ids=["swiglu", "fused swiglu"],
 )
-def test_kernels_of_sixteen_experts_by_forward_backward_and_weight_gradients(one_rank, settings, expected):
+def test_kernels_of_sixteen_experts_by_forward_backward_and_dws(one_rank, settings, expected):
     rows = [ROWS_PER_EXPERT] * NUM_EXPERTS
     found = {}
     for way in expected:

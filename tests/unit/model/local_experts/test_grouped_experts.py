@@ -131,7 +131,7 @@ def test_weight_gradients_of_several_uses_are_summed(on_cuda, in_gemm):
     check_equal(ours, {**stock, "output": pair.run_stock(SIZES[0])["output"]}, 0.004)
 
 
-def test_weight_gradients_of_all_experts_are_one_task_with_all_names(on_cuda):
+def test_dws_of_all_experts_are_one_task_with_all_names(on_cuda):
     """A plan may name any of them for a gap; traces and profiles name the first expert's."""
     pair = Pair()
     with mock.patch.object(pair.store, "put", wraps=pair.store.put) as put:
@@ -142,7 +142,7 @@ def test_weight_gradients_of_all_experts_are_one_task_with_all_names(on_cuda):
     ]
 
 
-def test_planned_gap_of_one_expert_takes_the_weight_gradients_of_all(on_cuda):
+def test_planned_gap_of_one_expert_takes_weight_gradients_of_all(on_cuda):
     pair = Pair(window=5)
     op = Op(1, 0, Phase.INPUT_GRAD, OpKind.DISPATCH)
     pair.store = WeightGradStore(

@@ -38,7 +38,7 @@ def config(one_rank):
     return transformer_config(**{**EXPERTS, **settings, "moe_router_load_balancing_type": "sinkhorn"})
 
 
-def test_gating_of_a_whole_micro_batch_gets_a_contiguous_gradient_with_sinkhorn(config, monkeypatch):
+def test_gating_with_sinkhorn_gets_a_contiguous_gradient(config, monkeypatch):
     def ours():
         router = adopt(TopKRouter(config, moe_utils.get_default_pg_collection()), ChunkedTopKRouter)
         router.begin_micro_batch()

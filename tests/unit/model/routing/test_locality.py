@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from megatron_lancet.features.locality.loss import LOSS_NAME, SMOOTHING, LocalityLoss, RankLocality
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.routing.locality import LOSS_NAME, SMOOTHING, LocalityLoss, RankLocality
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.schedule.nodes import Nodes
 from tests.small_gpt import EXPERTS, transformer_config
@@ -30,7 +30,8 @@ def router(one_rank):
         made = adopt(TopKRouter(config, get_default_pg_collection()), ChunkedTopKRouter)
         made.set_layer_number(1)
         made.begin_micro_batch()
-        made.locality = locality
+        if locality is not None:
+            made.add_loss(locality)
         return made
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.lengths import Documents
+from megatron_lancet.features.documents.packed import PackedMicroBatch
+from megatron_lancet.features.locality.loss import RankLocality
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk, make_chunks, split_hidden
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
-from megatron_lancet.model.routing.locality import RankLocality
 from megatron_lancet.model.routing.padding import padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.schedule.plan import ChunkDim, Segment
@@ -62,7 +62,7 @@ def test_experts_counts_leave_padding_out(router, segment):
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_the_locality_loss_with_padding_is_refused(router, num_chunks):
     made = router()
-    made.locality = RankLocality(0.3, (2, 3), NUM_EXPERTS)
+    made.add_loss(RankLocality(0.3, (2, 3), NUM_EXPERTS))
     segment = Segment(1, None, num_chunks)
     parts = split_hidden(hidden_states(), segment)
     *_, (part, chunk) = zip(parts, make_chunks(parts, segment, WHOLE), strict=True)

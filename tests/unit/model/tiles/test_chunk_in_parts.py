@@ -3,6 +3,7 @@
 Legend: P ranks, e local experts, E = P * e, t tokens of a rank, m rows of a rank's experts, H hidden size.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,12 +11,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_lancet.features.dedup.dispatcher import DeduplicatedDispatcher
+from megatron_lancet.features.tiles.chunk import ChunkInParts
+from megatron_lancet.features.tiles.parts import (
+    PartedPlainRoutes,
+    Tiling,
+    count_parts,
+    part_sizes,
+    parted_routes,
+)
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling, part_sizes, rows_of_parts
-from megatron_lancet.model.dispatcher.routes import Routes
-from megatron_lancet.model.tiles.chunk import ChunkInParts
-from megatron_lancet.model.tiles.weight_grads import Factors, GatheredWeightGrads
+from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
+from megatron_lancet.runtime.factors import Factors
 from megatron_lancet.schedule.plan import OwnRows, Segment
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import Comm, Inputs, group_of, inputs_of
@@ -46,13 +54,17 @@ def exchange_in_parts(
     num_experts = inputs.maps[0].size(1)
     ranks = range(num_ranks)
     dispatchers = [kind(CommOf(rank, counts, num_ranks), num_experts, num_ranks, group_of(1)) for rank in ranks]
-    told = {"tiling": tiling} if kind is DeduplicatedDispatcher else {}
-    pending = [dispatchers[rank].launch_counts(None, inputs.maps[rank], None, **told) for rank in ranks]
+    pending = []
+    for rank in ranks:
+        in_parts = {"in_parts": partial(count_parts, tiling=tiling, own_rank=rank)}
+        told = in_parts if kind is DeduplicatedDispatcher else {}
+        pending.append(dispatchers[rank].launch_counts(None, inputs.maps[rank], None, **told))
     chunks, permutations, gathered = [], [], []
     for rank, of_rank in enumerate(zip(inputs.hidden, inputs.probs, inputs.maps, strict=True)):
         rows, permutation = dispatchers[rank].permute(*of_rank, pending[rank].num_sent() + num_spare)
-        routes = dispatchers[rank].in_parts(pending[rank], tiling, rows[1])
-        gathered.append(GatheredWeightGrads(tiling.num_parts, lambda routes=routes: routes.received_by_source, {}))
+        routes = parted_routes(dispatchers[rank], pending[rank], tiling, rank, rows[1])
+        by_source = partial(getattr, routes, "received_by_source")
+        gathered.append(GatheredWeightGrads(tiling.num_parts, by_source, {}, None))
         chunks.append(ChunkInParts(routes, gathered[-1], rows))
         permutations.append(permutation)
     for tile in range(tiling.num_tiles):
@@ -99,7 +111,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 @example(ONE_RANK_SENDS, Tiling(4, 1), 1)
 @example(ONE_TOKEN, Tiling(4, 2), 2)
 @examples(40)
-def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
+def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 
     Gradients of the inputs, too: a row that is made and not sent has none.
@@ -119,7 +131,7 @@ def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps,
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(1, 9))
 def test_parts_of_a_pair_are_a_partition_as_even_as_possible(rows_Qe, number):
-    parts = rows_of_parts(torch.tensor(rows_Qe), number)
+    parts = cut_evenly(torch.tensor(rows_Qe), number)
     assert parts.sum(dim=0).tolist() == rows_Qe
     assert int(parts.min()) >= 0
     for pair, of_experts in enumerate(rows_Qe):

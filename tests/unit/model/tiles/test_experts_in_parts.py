@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_lancet.model.tiles.weight_grads import GatheredWeightGrads
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from tests.unit.model.local_experts.pair import Pair, check_equal
@@ -19,7 +19,7 @@ def in_two_parts(pair: Pair, sizes: list[int]):
     """A step that runs a half of each expert's rows, then the other."""
     experts = {linear: place for place, one in enumerate(pair.ours.local_experts) for linear in one.modules()}
     halves = [[size // 2 for size in sizes], [size - size // 2 for size in sizes]]
-    gathered = GatheredWeightGrads(2, lambda: torch.tensor(halves).unsqueeze(1), experts)
+    gathered = GatheredWeightGrads(2, lambda: torch.tensor(halves).unsqueeze(1), experts, pair.store)
 
     def step(_, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         first_to_last = slice(None, None, -1 if pair.ours.last_expert_first else 1)
@@ -37,7 +37,7 @@ def in_two_parts(pair: Pair, sizes: list[int]):
 
 
 @pytest.mark.parametrize(("may_group", "on_cuda"), HOW.values(), ids=HOW)
-def test_experts_on_parts_of_the_rows_have_stocks_gradients_with_one_product_each(one_rank, may_group, on_cuda):
+def test_experts_on_parts_of_rows_have_stocks_gradients(one_rank, may_group, on_cuda):
     """For ``on_cuda`` placement is told that the tensors are there; torch's grouped GEMM knows both."""
     with replaced(placement, "_is_cuda", lambda device: on_cuda):
         pair = Pair()
@@ -54,10 +54,11 @@ def test_experts_on_parts_of_the_rows_have_stocks_gradients_with_one_product_eac
 
 def test_parts_of_few_rows_have_the_bits_of_all_rows(one_rank):
     """Where a linear layer keeps stock's order of sums; in segments with several chunks it need not."""
-    linear = Pair().ours.local_experts[0].linear_fc1
+    pair = Pair()
+    linear = pair.ours.local_experts[0].linear_fc1
     rows = torch.randn(20, linear.weight.size(1))
     expected, _ = linear(rows)
-    gathered = GatheredWeightGrads(20, lambda: torch.ones(20, 1, 1), {linear: 0})
+    gathered = GatheredWeightGrads(20, lambda: torch.ones(20, 1, 1), {linear: 0}, pair.store)
     for part, row in enumerate(rows.split(1)):
         with gathered.in_part(part):
             output, _ = linear(row)

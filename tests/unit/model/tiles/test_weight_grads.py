@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads, PartOfRows, Piece, pieces_of
 from megatron_lancet.model.tiles.support import tiles_unsupported
-from megatron_lancet.model.tiles.weight_grads import Factors, GatheredWeightGrads, PartOfRows, Piece, pieces_of
+from megatron_lancet.runtime.factors import Factors
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
+from tests.fakes import cpu_stats
 
 ROWS = st.integers(1, 4).flatmap(
     lambda sources: st.lists(st.lists(st.integers(0, 3), min_size=sources, max_size=sources), min_size=1, max_size=5)
@@ -37,11 +41,11 @@ def test_rows_of_one_source_are_one_piece_of_each_part():
     assert pieces_of([[2, 3]]) == [Piece(0, 0, 5)]
 
 
-def gathered(rows_oSe: list[list[list[int]]]) -> GatheredWeightGrads:
-    return GatheredWeightGrads(len(rows_oSe), lambda: torch.tensor(rows_oSe), {"fc1": 0})
+def gathered(rows_oSe: list[list[list[int]]], store: WeightGradStore | None = None) -> GatheredWeightGrads:
+    return GatheredWeightGrads(len(rows_oSe), lambda: torch.tensor(rows_oSe), {"fc1": 0}, store)
 
 
-def test_weight_grad_is_complete_with_the_last_part_in_whatever_order_they_come():
+def test_weight_grad_is_complete_with_the_last_part():
     weight_grads = gathered([[[1], [0]], [[0], [2]], [[1], [0]]])
     factors = [Factors(torch.rand(rows, 3), torch.rand(rows, 5)) for rows in (1, 2, 1)]
     assert weight_grads.add("fc1", 0, 2, factors[2]) is None
@@ -64,15 +68,16 @@ def test_weight_grad_of_an_idle_expert_has_no_rows():
 
 
 def test_linear_layers_are_in_a_part_inside_its_context_only():
-    weight_grads = gathered([[[1]], [[1]]])
-    assert PartOfRows.present is None
+    store = WeightGradStore(DwRules(window=1), cpu_stats())
+    weight_grads = gathered([[[1]], [[1]]], store)
+    assert store.part is None
     with weight_grads.in_part(1):
-        assert PartOfRows.present == PartOfRows(weight_grads, 1)
+        assert store.part == PartOfRows(weight_grads, 1)
         with suppress(UsageError), weight_grads.in_part(0):
-            assert PartOfRows.present.part == 0
+            assert store.part.part == 0
             raise UsageError("an error inside")
-        assert PartOfRows.present.part == 1
-    assert PartOfRows.present is None
+        assert store.part.part == 1
+    assert store.part is None
 
 
 def test_tiles_are_refused_with_what_to_change():

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_lancet.planning.causes.traced import TracedRank
+from megatron_lancet.lab.causes.traced import TracedRank
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 OP_MS = {"attention": 6.0, "route": 1.0, "preprocess": 2.0, "postprocess": 1.0, "head": 3.0}

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from megatron_lancet.planning.causes import replay
-from megatron_lancet.planning.causes.attribution import NOTHING_LEFT, causes_of, merged
-from megatron_lancet.planning.causes.program import Code, Programs, fixed_rows
-from megatron_lancet.planning.causes.replay import Cause, Step
-from megatron_lancet.planning.causes.traced import CannotReplay, TracedRank
-from megatron_lancet.planning.causes.weight_grads import Deferred, without_weight_grads
-from megatron_lancet.planning.causes.wire import LinkKind
+from megatron_lancet.lab.causes import replay
+from megatron_lancet.lab.causes.attribution import NOTHING_LEFT, causes_of, merged
+from megatron_lancet.lab.causes.program import Code, Programs, fixed_rows
+from megatron_lancet.lab.causes.replay import Cause, Step
+from megatron_lancet.lab.causes.traced import CannotReplay, TracedRank
+from megatron_lancet.lab.causes.weight_grads import Deferred, without_weight_grads
+from megatron_lancet.lab.causes.wire import LinkKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.unit.planning.causes.steps import Made
 
@@ -50,7 +50,7 @@ def test_what_a_cause_adds_is_its_part(made, cause, who, size, kind):
         assert part.size == pytest.approx(size, rel=1e-3)
 
 
-def test_tiles_are_made_by_one_op_and_each_part_of_the_experts_has_its_rows():
+def test_tiles_have_one_op_and_parts_of_experts_their_rows():
     spans = (
         Span("L1.c0.F.counts", Lane.COMM, 1.0, 3.0),
         Span("L1.c0.F.preprocess", Lane.COMPUTE, 1.0, 2.0),
@@ -72,7 +72,7 @@ def test_tiles_are_made_by_one_op_and_each_part_of_the_experts_has_its_rows():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["gloo", "one order", "nccl"])
-def test_parts_sum_to_the_measured_time_with_several_causes_at_once(kind):
+def test_parts_sum_to_measured_time_with_several_causes_at_once(kind):
     made = Made(rows=(300, 700, 600, 400), pace={2: 1.3}, blocked_ms={ROUTE: 25.0}, late_ms={3: 4.0}, counts_ms=4.0)
     found = causes_of(made.ranks(), kind)
     assert sum(found.by_name().values()) == pytest.approx(exposed_ms(made))
@@ -95,7 +95,7 @@ def test_a_step_without_waits_has_no_causes():
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["both", "one rank"])
-def test_a_message_that_is_late_at_all_ranks_is_the_wires_and_at_one_unexplained(ranks):
+def test_late_message_is_the_wires_only_if_late_on_all_ranks(ranks):
     """The last message arrives 50 ms later than the link explains, with nothing behind it that waits."""
     made, before = [], causes_of(Made(num_layers=6).ranks(), GLOO)
     for traced in Made(num_layers=6).ranks():
@@ -126,7 +126,7 @@ def test_what_goes_if_one_cause_alone_goes_is_told_apart():
     assert both > max(found.parts[Cause.ROWS].alone_ms, found.parts[Cause.PACE].alone_ms)
 
 
-def test_time_between_ops_is_the_hosts_where_the_device_waits_for_it():
+def test_time_between_ops_is_hosts_where_device_waits_for_it():
     """On CUDA nothing runs between the begin of the step and the first op of rank 0 for 12 ms."""
     ranks = Made().ranks()
     first = ranks[0].on_clock(12.0)
@@ -136,7 +136,7 @@ def test_time_between_ops_is_the_hosts_where_the_device_waits_for_it():
     assert causes_of(late, GLOO).parts[Cause.HOST].ms == 0.0
 
 
-def test_a_clock_that_is_ahead_changes_nothing_once_it_is_corrected():
+def test_corrected_clock_changes_nothing():
     ranks = Made(pace={1: 1.5}).ranks()
     ahead = [ranks[0], ranks[1].on_clock(1000.0)]
     again = [ahead[0], ahead[1].on_clock(-1000.0)]
@@ -169,7 +169,7 @@ def test_groups_are_merged_to_their_mean_and_name_the_worst():
     assert (found.parts[Cause.PACE].who, found.parts[Cause.PACE].size) == (1, slow.parts[Cause.PACE].size)
 
 
-def test_rows_that_take_as_long_as_none_are_found_where_rows_differ():
+def test_fixed_time_in_rows_is_found_where_rows_differ():
     line = [(rows, 3.0 + 0.01 * rows) for rows in (200, 400, 800)]
     assert fixed_rows(line) == pytest.approx(300.0)
     assert fixed_rows([(500, 8.0), (502, 9.0)]) == 0.0
@@ -178,7 +178,7 @@ def test_rows_that_take_as_long_as_none_are_found_where_rows_differ():
     assert fixed_rows([(200, 1.0), (800, 8.0)]) == -100.0  # half of the fewest remain
 
 
-def test_a_time_that_experts_take_without_rows_is_no_part_of_what_rows_cost():
+def test_fixed_time_of_experts_is_no_cost_of_rows():
     """And none of pace: both ranks are equally fast."""
     without, made = (Made(rows=rows, fixed_ms=4.0) for rows in ((500, 500), (200, 800)))
     before, found = causes_of(without.ranks(), GLOO), causes_of(made.ranks(), GLOO)
@@ -218,7 +218,7 @@ def test_weight_gradients_run_in_other_waits_without_the_cause(made, cause):
     assert gained_ms == pytest.approx(added_ms, abs=0.01 if cause is not Cause.PACE else 0.1 * exposed_ms(made))
 
 
-def test_weight_gradients_that_are_left_where_they_were_are_no_step_without_the_cause(monkeypatch):
+def test_replay_with_dws_in_their_old_place_is_wrong(monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(replay, "without_weight_grads", lambda items: Deferred(tuple(items)))
     made, without = Made(has_backward=True, rows=(200, 800)), Made(has_backward=True)
@@ -227,7 +227,7 @@ def test_weight_gradients_that_are_left_where_they_were_are_no_step_without_the_
     assert abs(gained_ms - (exposed_ms(made) - exposed_ms(without))) > 5.0
 
 
-def test_weight_gradients_stay_where_they_were_if_their_op_is_unknown():
+def test_dws_stay_where_they_were_if_their_op_is_unknown():
     (items, _) = Step(Made(has_backward=True).ranks(), GLOO).programs.items
     found = without_weight_grads(items)
     assert {one.item.code for one in found.weight_grads} == {Code.WEIGHT_GRAD}

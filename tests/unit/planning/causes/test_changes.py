@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from megatron_lancet.planning.causes.attribution import CausePart, StepCauses
-from megatron_lancet.planning.causes.changes import NUM_CHANGED, NUM_REFERENCE, Changes
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
+from megatron_lancet.lab.causes.changes import NUM_CHANGED, NUM_REFERENCE, Changes
+from megatron_lancet.lab.causes.replay import Cause
 
 
 def window(shares: dict[Cause, float]) -> StepCauses:
@@ -68,7 +68,7 @@ def test_nothing_is_told_before_there_is_a_reference():
     assert told([0.1] * NUM_REFERENCE + [0.5] * NUM_CHANGED) != []
 
 
-def test_the_larger_of_two_changes_comes_first_and_a_new_plan_begins_anew():
+def test_larger_change_comes_first_and_a_new_plan_restarts():
     changes = Changes()
     before, after = {Cause.PACE: 0.1, Cause.WIRE: 0.1}, {Cause.PACE: 0.5, Cause.WIRE: 0.2}
     found = [changes.add(index, window(before if index < 20 else after)) for index in range(24)]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.from_trace.profile import STOCK, profile_from_traces
+from megatron_lancet.lab.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
@@ -68,14 +68,14 @@ def both(request, tmp_path):
     return profile_from_traces(write(tmp_path, recipe, replace(recipe, rank=1, late_us=500.0)))
 
 
-def test_ops_have_the_times_that_ran_between_their_neighbours_forward_and_backward(both):
+def test_ops_have_the_times_between_their_neighbours(both):
     found = whole(both, LayerKind.MOE) | whole(both, LayerKind.NONE)
     for kind, ms in FORWARD_MS.items():
         assert found[Phase.FORWARD, kind] == pytest.approx(ms, abs=TOLERANCE_MS), kind
         assert found[Phase.INPUT_GRAD, kind] == pytest.approx(expected_backward_ms(kind), abs=TOLERANCE_MS), kind
 
 
-def test_layers_without_experts_are_told_apart_by_their_attention_and_norms(both):
+def test_layers_without_experts_are_recognized(both):
     assert both.model.layer_kinds == (LayerKind.DENSE, LayerKind.MOE, LayerKind.MOE)
     found = whole(both, LayerKind.DENSE)
     assert found[Phase.FORWARD, OpKind.ATTENTION] == pytest.approx(total_ms(*ATTENTION[:-1]), abs=TOLERANCE_MS)
@@ -109,7 +109,7 @@ def test_facts_follow_from_shapes_and_groups(both):
     ]
 
 
-def test_messages_cost_what_they_take_on_the_rank_that_launches_them_last(both):
+def test_messages_cost_their_time_on_the_last_rank(both):
     assert both.link.all_to_all[-1] == (ROWS // 2 * 4 * H, pytest.approx(1.0, abs=TOLERANCE_MS))
     assert both.link.all_to_all[0] == (ROWS // 2 * 4, pytest.approx(0.1, abs=TOLERANCE_MS))
     assert both.link.counts_ms == pytest.approx(0.06, abs=TOLERANCE_MS)
@@ -129,7 +129,7 @@ def test_a_profile_from_traces_is_written_planned_and_simulated(both):
     assert stock_ms == pytest.approx(both.measured_steps_ms[STOCK], rel=0.25)
 
 
-def test_chunks_share_what_grows_with_the_tokens_and_pay_the_rest_each(tmp_path):
+def test_chunks_share_what_grows_with_tokens_and_pay_rest_each(tmp_path):
     profile = profile_from_traces(write(tmp_path, Recipe(), Recipe(rank=1)))
     ms = whole(profile)[Phase.FORWARD, OpKind.ATTENTION]
     core_ms = total_ms("baddbmm", "softmax", "bmm")
@@ -145,7 +145,7 @@ def test_chunks_share_what_grows_with_the_tokens_and_pay_the_rest_each(tmp_path)
     assert second - first == pytest.approx(core_ms / 4, abs=0.001), "the first half of the queries sees half the keys"
 
 
-def test_one_rank_is_enough_and_its_rows_tell_how_uneven_all_receive(tmp_path):
+def test_rows_of_one_rank_say_how_uneven_all_are(tmp_path):
     sent = (3 * ROWS // 4, ROWS // 4)
     (path,) = write(tmp_path, Recipe(sent=sent, steps=3))
     zipped = tmp_path / "rank-0.json.gz"
@@ -165,7 +165,7 @@ def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-def test_a_sum_over_tensor_parallel_ranks_belongs_to_the_op_that_waits_for_it(tmp_path, on_gpu):
+def test_tp_sum_belongs_to_the_op_that_waits_for_it(tmp_path, on_gpu):
     summed, plain = (
         whole(profile_from_traces(write(tmp_path, Recipe(on_gpu=on_gpu, summed_us=us)))) for us in (700.0, 0.0)
     )
@@ -177,7 +177,7 @@ def test_a_sum_over_tensor_parallel_ranks_belongs_to_the_op_that_waits_for_it(tm
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-def test_pipeline_stages_make_one_profile_with_the_ops_of_a_run_without_stages(tmp_path, on_gpu):
+def test_pipeline_stages_make_the_profile_of_one_stage(tmp_path, on_gpu):
     """Three stages in the order 1F1B; the layer without experts is on the middle one."""
     layers = ((MOE,), (DENSE,), (MOE, MOE))
     usual = Recipe(on_gpu=on_gpu, micro_batches=3)
@@ -208,7 +208,7 @@ def test_pipeline_stages_make_one_profile_with_the_ops_of_a_run_without_stages(t
     assert Simulator(CostModel(staged)).expected_step(plan).step_ms > staged.measured_steps_ms[STOCK] / 2
 
 
-def test_products_of_transformer_engine_are_told_apart_by_their_kernels(tmp_path):
+def test_products_of_te_are_told_apart_by_their_kernels(tmp_path):
     own, te = (profile_from_traces(write(tmp_path, Recipe(on_gpu=True, te=te))) for te in (False, True))
     assert te.model == own.model
     assert [(dw.name, dw.after) for dw in te.weight_grads] == [(dw.name, dw.after) for dw in own.weight_grads]
@@ -217,7 +217,7 @@ def test_products_of_transformer_engine_are_told_apart_by_their_kernels(tmp_path
     assert whole(te) == pytest.approx(whole(own), abs=TOLERANCE_MS)
 
 
-def test_a_host_that_is_slow_inside_of_an_all_to_all_does_not_hide_it(tmp_path):
+def test_host_that_is_slow_inside_of_all_to_all_does_not_hide_it(tmp_path):
     """The time before the launch belongs to the op that makes the rows."""
     slow, usual = (profile_from_traces(write(tmp_path, Recipe(before_launch_us=us))) for us in (5000.0, 0.0))
     assert slow.link == usual.link
@@ -280,7 +280,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_trace_that_lacks_something_is_refused_in_one_line_with_the_flags_that_record_it(name, tmp_path):
+def test_incomplete_trace_is_refused_with_the_flags_that_help(name, tmp_path):
     recipe, removed, message = REFUSED[name]
     (path,) = write(tmp_path, recipe)
     if removed:

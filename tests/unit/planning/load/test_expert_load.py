@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load, sum_of_loads
+from megatron_lancet.lab.what_if.layout import Layout, in_layout
+from megatron_lancet.lab.what_if.routing import even_share
+from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load
 from megatron_lancet.planning.profile import profile_from_json
-from megatron_lancet.planning.what_if.layout import Layout, in_layout
-from megatron_lancet.planning.what_if.routing import even_share
 
 LOAD = ExpertLoad(10, 3, (LayerLoad(2, ((1, 2, 3, 4), (5, 6, 7, 8))), LayerLoad(3, ((0, 0, 9, 0), (1, 1, 1, 1)))))
 
@@ -25,14 +25,6 @@ def test_a_load_is_read_as_it_was_written(tmp_path):
 def test_rows_of_an_expert_come_from_all_ranks():
     assert LOAD.layers[0].rows_per_expert == (6, 8, 10, 12)
     assert (LOAD.ep_size, LOAD.num_experts) == (2, 4)
-
-
-def test_windows_are_summed():
-    total = sum_of_loads([LOAD, LOAD])
-    assert total.num_steps == 20
-    assert total.layers[1].rows == ((0, 0, 18, 0), (2, 2, 2, 2))
-    with pytest.raises(ValueError, match="2 windows are of 2 models or layouts"):
-        sum_of_loads([LOAD, dataclasses.replace(LOAD, layers=LOAD.layers[:1])])
 
 
 @pytest.mark.parametrize(
@@ -54,9 +46,8 @@ def test_a_damaged_load_is_refused_in_one_line(tmp_path, change, problem):
     assert "\n" not in str(raised.value)
 
 
-def test_a_profile_keeps_the_load_and_an_older_one_has_none():
+def test_a_profile_keeps_the_load_where_there_is_one():
     profile = synthetic_profile(Machine())
-    assert "expert_load" not in profile.to_json()
     assert profile_from_json(profile.to_json(), "p.json").expert_load is None
     num_experts = profile.model.num_experts
     load = ExpertLoad(3, 2, (LayerLoad(1, ((7,) * num_experts,) * profile.model.ep_size),))

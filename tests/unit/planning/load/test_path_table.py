@@ -53,7 +53,7 @@ def windows_of(follows: float, num_windows: int = 8, num_tokens: int = 200, num_
     return found
 
 
-def test_the_table_forecasts_what_follows_and_the_last_window_does_not():
+def test_table_forecasts_what_follows_and_last_window_does_not():
     """Popularity jumps from window to window, so the last one says nothing of the next."""
     first, second = routing_of_choices(windows_of(follows=1), 8, num_top=2)
     assert first.path_table is None
@@ -67,7 +67,7 @@ def test_the_table_forecasts_what_follows_and_the_last_window_does_not():
     assert second.last_window.other_top > 0.5
 
 
-def test_where_nothing_follows_the_table_is_no_better_than_the_mean():
+def test_where_nothing_follows_table_is_no_better_than_mean():
     """Negative control of the last test: layers that have nothing to do with each other."""
     _, second = routing_of_choices(windows_of(follows=0), 8, num_top=2)
     assert second.path_table is not None

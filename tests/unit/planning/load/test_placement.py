@@ -39,7 +39,7 @@ def random_load(generator, num_experts, ep_size):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_placement_is_a_permutation_never_worse_and_always_the_same(seed):
+def test_placement_is_permutation_never_worse_and_always_same(seed):
     generator = random.Random(seed)
     ep_size = generator.choice((1, 2, 4, 8))
     num_experts = ep_size * generator.randint(1, 6)
@@ -96,7 +96,7 @@ def test_with_nodes_experts_move_to_the_node_that_asks_for_them():
     assert rows_between_nodes(load, solve(load, 4, 2), 4, 2) == 0
 
 
-def test_a_load_of_another_number_of_ranks_is_spread_evenly_over_nodes():
+def test_load_of_another_size_is_spread_evenly_over_nodes():
     load = zipf(16, 2)
     placement = solve(load, 8, ranks_per_node=4)
     assert rows_between_nodes(load, placement, 8, 4) == pytest.approx(sum(load.rows_per_expert) / 2)

@@ -56,7 +56,7 @@ def sent_bytes(simulation, kind):
     )
 
 
-def test_planner_stays_plain_where_tokens_have_their_experts_on_different_ranks():
+def test_planner_stays_plain_where_experts_are_on_other_ranks():
     profile = synthetic_profile(TOP_4)
     routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (1536,) * 4, (2048,) * 4, (1530,) * 4, (1530,) * 4)
     planned = make_plan(dataclasses.replace(profile, routing=(routing,)), FEW)
@@ -86,7 +86,7 @@ NODES = dataclasses.replace(TOP_4, num_nodes=2, between_nodes=1.5, inside_node=0
 
 
 @pytest.mark.parametrize("max_exhaustive", [0, 300])
-def test_two_hops_are_chosen_where_the_link_between_nodes_is_slow(max_exhaustive):
+def test_two_hops_are_chosen_where_link_between_nodes_is_slow(max_exhaustive):
     profile = synthetic_profile(NODES)
     planned = make_plan(profile, FEW, max_exhaustive)
     assert {one.plan.dispatch for one in planned.alternatives} == {Dispatch.TWO_HOP}

@@ -12,7 +12,7 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from tests.draws import examples
 from tests.unit.planning.strategies import machines
@@ -38,7 +38,7 @@ def test_planner_is_never_worse_than_uniform_plans(machine, num_micro_batches):
 
 @examples(10)
 @given(machines(max_layers=4), st.integers(2, 7))
-def test_pairing_is_never_predicted_slower_than_the_best_plan_without(machine, num_micro_batches):
+def test_pairing_is_never_slower_than_the_best_plan_without(machine, num_micro_batches):
     profile = synthetic_profile(dataclasses.replace(machine, num_micro_batches=num_micro_batches, stages=()))
     planned, alone = (make_plan(profile, Limits(pairing=p), max_exhaustive=0) for p in ((False, True), (False,)))
     assert not alone.plan.is_paired

@@ -137,7 +137,7 @@ def test_planner_is_deterministic(machine):
     assert Plan.from_json(plans[0].plan.to_json()) == plans[0].plan
 
 
-def test_planner_chooses_one_chunk_where_chunks_cost_more_than_they_hide():
+def test_planner_chooses_one_chunk_where_chunks_cost_more():
     machine = Machine(layers="mm", link_ms=0.2, latency_ms=0.1, overhead_ms=5.0, dw_ms={})
     planned = make_plan(synthetic_profile(machine))
     assert planned.plan == fixed_plan(1, DwPolicy.NONE)
@@ -167,7 +167,7 @@ def test_planner_rejects_the_fastest_plan_for_its_memory():
     assert mixed.prediction.step_ms < planned.prediction.step_ms
 
 
-def test_planner_warns_and_takes_the_smallest_plan_where_none_fits():
+def test_planner_warns_and_takes_smallest_plan_where_none_fits():
     planned = make_plan(synthetic_profile(Machine(layers="m" * 6)), Limits(max_memory_bytes=1), max_exhaustive=0)
     assert planned.plan.num_chunks == 1
     assert planned.prediction.peak_bytes == 6 * 10_000_000
@@ -176,7 +176,7 @@ def test_planner_warns_and_takes_the_smallest_plan_where_none_fits():
 
 def test_planner_keeps_and_explains_limits():
     profile = synthetic_profile(Machine(layers="mm", dims=tuple(ChunkDim), micro_batch_size=2, chunk_counts=(1, 2, 4)))
-    why = Exclusion("range=layer", "the router needs the whole micro-batch")
+    why = Exclusion("range=gate", "the router needs the whole micro-batch")
     limits = Limits(
         num_chunks=(2, 4, 8),
         ranges=(OverlapRange.EXPERTS,),
@@ -258,7 +258,7 @@ def test_every_dw_is_in_a_gap_where_the_host_does_not_poll(machine_and_plan, win
             assert sum(map(len, filled.values())) == num_put
 
 
-def test_dws_that_fit_no_gap_are_placed_where_the_host_does_not_poll():
+def test_dws_that_fit_no_gap_are_placed_where_host_does_not_poll():
     """Messages take no time, so a polling host would plan nothing: each dW goes into the first gap of its window."""
     machine = Machine(layers="mm", dw_ms={"experts": 6.0, "head": 2.0}, link_ms=0.0, latency_ms=0.0, host_polls=False)
     plan = Plan(fixed_plan(1).segments, DwPolicy.FILL, dw_window=2)

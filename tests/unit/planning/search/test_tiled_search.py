@@ -24,7 +24,7 @@ def numbers_of_tiles(planned):
     return {segment.tiles for one in planned.alternatives for segment in one.plan.segments}
 
 
-def test_planner_tries_tiles_where_a_plan_with_tiles_was_profiled():
+def test_planner_tries_tiles_where_plan_with_tiles_was_profiled():
     profile = synthetic_profile(SHORT_MESSAGES)
     planned = make_plan(profile, WITHOUT_DWS)
     assert planned.plan.has_tiles
@@ -38,17 +38,17 @@ def test_planner_tries_tiles_where_a_plan_with_tiles_was_profiled():
     assert numbers_of_tiles(make_plan(before, dataclasses.replace(WITHOUT_DWS, tiles=(0, 2)))) == {0, 2}
 
 
-def test_planner_leaves_rows_together_where_parts_cost_more_than_they_hide():
+def test_planner_takes_no_tiles_where_parts_cost_more():
     machine = dataclasses.replace(SHORT_MESSAGES, link_ms=0.3)
     assert not make_plan(synthetic_profile(machine), WITHOUT_DWS).plan.has_tiles
 
 
-def test_tiles_that_are_asked_for_are_in_every_plan_and_in_chunks():
+def test_tiles_asked_for_are_in_every_plan_and_in_chunks():
     profile = synthetic_profile(dataclasses.replace(SHORT_MESSAGES, tiles=0))
-    limits = Limits(tiles=(2,), own_rows=(OwnRows.AFTER,), num_chunks=(1, 2))
+    limits = Limits(tiles=(2,), num_chunks=(1, 2))
     planned = make_plan(profile, limits)
     segments = [segment for one in planned.alternatives for segment in one.plan.segments]
-    assert {(segment.tiles, segment.own_rows) for segment in segments} == {(2, OwnRows.AFTER)}
+    assert {(segment.tiles, segment.own_rows) for segment in segments} == {(2, OwnRows.HALF), (2, OwnRows.AFTER)}
     assert {segment.num_chunks for segment in segments} == {1, 2}
     windows = {one.plan.dw_window for one in planned.alternatives if len(one.plan.segments) == 1}
     assert {2 * 2 * layers for layers in (1, 2, 4)} <= windows
@@ -83,7 +83,7 @@ def test_tiles_add_few_plans_to_a_large_search():
     assert tiled.prediction.step_ms <= without.prediction.step_ms
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(machine, tiles=2))))
     for tiles in (1, 2, 4):
-        for own_rows in limits.own_rows:
+        for own_rows in OwnRows:
             plan = fixed_plan(1, tiles=tiles, own_rows=own_rows)
             assert tiled.prediction.step_ms <= simulator.predict(plan).step_ms
 
@@ -115,8 +115,8 @@ def test_plan_in_two_hops_has_no_tiles_and_as_long_a_window():
 def test_tools_take_numbers_of_tiles():
     parser = argparse.ArgumentParser()
     add_limit_arguments(parser)
-    limits = limits_of(parser.parse_args(["--tiles", "0", "2", "--own-rows", "before"]))
-    assert (limits.tiles, limits.own_rows) == ((0, 2), (OwnRows.BEFORE,))
+    limits = limits_of(parser.parse_args(["--tiles", "0", "2"]))
+    assert limits.tiles == (0, 2)
     assert limits_of(parser.parse_args([])) == Limits()
     with pytest.raises(SystemExit):
         parser.parse_args(["--tiles", "-1"])

@@ -34,7 +34,7 @@ def test_cost_curves_are_interpolated(points, x, y):
     assert Curve(points).at(x) == pytest.approx(y)
 
 
-def test_message_cost_has_a_latency_and_extrapolates_the_last_slope():
+def test_message_cost_has_latency_and_extrapolates_last_slope():
     costs = model_of(link_ms=5.1, latency_ms=0.1)
     full_bytes = TOKENS // 2 * 1000
     assert costs.message_ms(0) == pytest.approx(0.1)
@@ -116,7 +116,7 @@ def test_costs_know_which_cuts_keep_a_multiple():
     assert [costs.can_cut(BATCH, count, 4) for count in (1, 2)] == [True, False]  # 6 samples are no multiple of 4
 
 
-def test_weight_gradients_have_the_order_of_the_nearest_profiled_chunk_count():
+def test_dws_have_order_of_nearest_profiled_chunk_count():
     profile = synthetic_profile(Machine())
     experts = [dw for dw in profile.weight_grads if dw.after == "experts" and dw.num_chunks in (1, 2)]
     orders = {1: ("fc2", "fc1"), 2: ("fc1", "fc2", "only in chunks")}
@@ -155,7 +155,7 @@ ROWS_MADE = (OpKind.PREPROCESS, OpKind.EXPERTS, OpKind.POSTPROCESS)
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ROWS_MADE)
-def test_ops_of_another_dispatch_cost_what_they_did_relative_to_the_plain_one(kind, num_chunks):
+def test_ops_of_another_dispatch_cost_relative_to_plain(kind, num_chunks):
     costs = with_dispatch(model_of(chunk_counts=(1, 2, 4), overhead_ms=0.3), DEDUP, 0.5, ROWS_MADE)
     plain = times(costs, kind, PLAIN, num_chunks)
     assert plain == times(model_of(chunk_counts=(1, 2, 4), overhead_ms=0.3), kind, PLAIN, num_chunks)

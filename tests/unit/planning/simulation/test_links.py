@@ -1,7 +1,6 @@
 """Gradient reductions and all-to-alls on one wire: schedules that were worked out by hand, and what must hold."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -138,7 +137,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch_only():
     assert names.index("reduce.dense.b0") > 2 * len(names) / 3
 
 
-def test_expert_gradients_are_reduced_by_their_replicas_beside_dense_ones():
+def test_expert_gradients_are_reduced_beside_dense_ones():
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={"attention": 1.0, "experts": 1.0}, link_ms=0.0)
     rules = dataclasses.replace(EAGER, dense_ranks=4, expert_ranks=2)
     lines = on_the_wire(simulate(profile_of(machine, rules, 9.0), fixed_plan(1, DwPolicy.NONE)))
@@ -160,7 +159,7 @@ def test_tied_head_gradient_is_reduced_last():
     assert ends[1][-1] == "22-27 reduce.dense.b0"
 
 
-def test_dispatches_with_connections_of_their_own_share_with_combines():
+def test_dispatches_with_own_connections_share_the_link():
     """A dispatch of 2 rows' worth beside a combine: with one flow the second waits, with two both slow down."""
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={}, link_ms=12.0)
     profile = synthetic_profile(machine)
@@ -217,25 +216,6 @@ def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):
             reductions = [span for span in timeline.spans if span.name.startswith("reduce")]
             assert len({span.name for span in reductions}) == len(reductions)
             assert sum(span.num_bytes for span in reductions) == num_bytes
-
-
-def test_profiles_of_version_1_are_read():
-    today = synthetic_profile(BY_HAND)
-    old = today.to_json().replace(',\n "gradients": null', "").replace('"version": 2', '"version": 1')
-    for kind, before in {"route": "gate", "preprocess": "permute", "postprocess": "merge"}.items():
-        assert f'"{kind}"' in old
-        old = old.replace(f'"{kind}"', f'"{before}"')
-    assert "gradients" not in old
-    assert profile_from_json(old, "old") == today
-
-
-@pytest.mark.parametrize("sends_share_link", [True, False])
-def test_profiles_of_before_host_polls_are_of_nccl_if_sends_share_no_link(sends_share_link):
-    machine = dataclasses.replace(BY_HAND, sends_share_link=sends_share_link, host_polls=sends_share_link)
-    today = synthetic_profile(machine)
-    old = json.loads(today.to_json())
-    del old["link"]["host_polls"]
-    assert profile_from_json(json.dumps(old), "old") == today
 
 
 @pytest.mark.parametrize("host_polls", [True, False])

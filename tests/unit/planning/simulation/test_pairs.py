@@ -158,7 +158,7 @@ def test_pairing_keeps_one_layer_more():
     assert of_pairs == alone + machine.saved_bytes + beside
 
 
-def test_only_planned_dws_run_in_a_forwards_wait_where_the_host_does_not_poll():
+def test_without_polling_only_planned_dws_run_in_forward_waits():
     profile = synthetic_profile(
         Machine(layers="mm", num_micro_batches=4, sends_share_link=False, host_polls=False, link_ms=8.0)
     )

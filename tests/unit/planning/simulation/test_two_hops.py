@@ -90,7 +90,7 @@ def by_hand():
     return dataclasses.replace(profile, ops=(*profile.ops, *ops), link=link)
 
 
-def test_timeline_of_one_chunk_in_two_hops_equals_the_one_by_hand():
+def test_timeline_of_one_chunk_in_two_hops_equals_one_by_hand():
     (timeline,) = simulate(by_hand(), two_hop(1)).timelines
     forward = [f"{s.start_ms:g}-{s.end_ms:g} {s.name}" for s in timeline.spans if ".F." in s.name]
     assert [line for line in forward if line not in ("0-1 L1.c0.F.attention", "1-2 L1.c0.F.route")] == [
@@ -131,7 +131,7 @@ def test_messages_of_both_wires_are_on_the_way_at_once():
     assert both
 
 
-def test_ops_between_hops_that_were_not_profiled_take_the_time_of_similar_ones_for_each_row():
+def test_unprofiled_ops_between_hops_cost_as_similar_ones():
     costs = CostModel(synthetic_profile(NODES))
     lowering = Lowering(costs, Loads.of(costs.model, None))
     steps = lowering.forward([(1, LayerKind.MOE)], Segment(1, 1, 1), Dispatch.TWO_HOP)

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
-from megatron_lancet.patching import around
-from megatron_lancet.planning.profile import ChunkRouting, HopRows
-from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.what_if.forecast import (
+from megatron_lancet.lab.what_if.forecast import (
     Forecaster,
     NetworkChoice,
     Routing,
@@ -21,7 +17,12 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import in_layout, split_at_stages, why_not_several_nodes
+from megatron_lancet.lab.what_if.layout import in_layout, why_not_several_nodes
+from megatron_lancet.patching import around
+from megatron_lancet.planning.profile import ChunkRouting, HopRows
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator, simulate
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
@@ -146,7 +147,7 @@ def test_forecast_of_several_nodes_knows_two_hops():
     assert why_not_several_nodes(profile.model, on_one).endswith("so nothing leaves a node")
 
 
-def test_forecast_for_other_nodes_forgets_what_was_measured_between_hops():
+def test_forecast_for_other_nodes_forgets_measured_hops():
     machine = Machine("mm", shares=(0.25,) * 4, num_nodes=2, topk=4)
     profile = synthetic_profile(machine)
     op = dataclasses.replace(profile.ops[0], layer_kind=LayerKind.MOE, kind=OpKind.NODE_ROWS)

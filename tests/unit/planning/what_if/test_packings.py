@@ -8,7 +8,7 @@ import pytest
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.data.lengths import as_json, read_lengths
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.what_if.document_times import (
+from megatron_lancet.lab.what_if.document_times import (
     ColumnTimes,
     MicroBatch,
     PairShares,
@@ -18,8 +18,7 @@ from megatron_lancet.planning.what_if.document_times import (
     measured_pair_shares,
     profiled,
 )
-from megatron_lancet.planning.what_if.packings import (
-    REFERENCE,
+from megatron_lancet.lab.what_if.packings import (
     Setting,
     documents_that_fill,
     draw,
@@ -113,6 +112,11 @@ def test_chunks_of_a_column_cost_what_their_parts_do(num_chunks):
     assert times.column_ms([half, half]) == pytest.approx(0.5 * times.column_ms([BASE, BASE]))
 
 
+IN_ORDER = [
+    [MicroBatch.packed([3200, 3200]), MicroBatch.packed([800])],
+    [MicroBatch.packed([800, 800]), MicroBatch.packed([800])],
+]
+"""The documents of ``DRAWN``, in the order drawn."""
 SETTING = Setting(
     num_ranks=2, ep_size=2, num_stages=1, num_micro_batches=2, num_documents=3, num_rows=2, seq_length=3200
 )
@@ -122,11 +126,6 @@ DRAWN = [[3200, 3200, 800], [800, 800, 800]]
 def test_ways_of_packing_deal_the_same_documents():
     found = {name: pack(DRAWN) for name, pack in packings(SETTING, DocumentCost(0.01)).items()}
     assert found["padded to 3200"] == [[MicroBatch.padded(2, 3200), MicroBatch.padded(1, 3200)]] * 2
-    whole = [
-        [MicroBatch.packed([3200, 3200]), MicroBatch.packed([800])],
-        [MicroBatch.packed([800, 800]), MicroBatch.packed([800])],
-    ]
-    assert found[REFERENCE] == whole
     for name in ("balanced on each rank", "balanced over all ranks"):
         assert [len(rank) for rank in found[name]] == [2, 2]
         assert sum(batch.num_tokens for rank in found[name] for batch in rank) == 9600
@@ -137,21 +136,23 @@ def test_ways_of_packing_deal_the_same_documents():
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_step_is_the_sum_of_its_columns_and_the_longest_for_each_further_stage(num_stages):
+def test_step_is_the_sum_of_its_columns(num_stages):
     setting = dataclasses.replace(SETTING, num_stages=num_stages)
     times = times_of(profile_of(), PairShares(0.0, 0.0))
-    by_name = {step.name: step for step in predict_packings([DRAWN], setting, DocumentCost(0.0), times, 10.0)}
+    ways = {"in order": lambda drawn: IN_ORDER, **packings(setting, DocumentCost(0.0))}
+    by_name = {step.name: step for step in predict_packings([DRAWN], setting, ways, times, 10.0)}
     # Columns of 6400 and 1600, then of 800 and 800 tokens.
     columns = [OWN_MS + 0.625 * EXPERTS_MS, (OWN_MS + EXPERTS_MS) / 8]
     step_ms = sum(columns) + (num_stages - 1) * columns[0] + 10
-    first_fit = by_name[REFERENCE]
-    assert first_fit.step_ms == pytest.approx(step_ms, rel=CLOSE)
-    assert first_fit.tokens_per_s == pytest.approx(9600 / step_ms * 1e3, rel=CLOSE)
-    assert first_fit.spread == pytest.approx(0.75 * OWN_MS / sum(columns), rel=CLOSE)
-    assert first_fit.over_reference == 1.0
+    in_order = by_name["in order"]
+    assert in_order.step_ms == pytest.approx(step_ms, rel=CLOSE)
+    assert in_order.tokens_per_s == pytest.approx(9600 / step_ms * 1e3, rel=CLOSE)
+    assert in_order.spread == pytest.approx(0.75 * OWN_MS / sum(columns), rel=CLOSE)
+    assert in_order.over_first == 1.0
     balanced = (OWN_MS + EXPERTS_MS) * (0.75 + (num_stages - 1) * 0.5) + 10
     assert by_name["balanced over all ranks"].step_ms == pytest.approx(balanced, rel=CLOSE)
     assert by_name["balanced over all ranks"].spread == pytest.approx(0.0)
+    assert by_name["balanced over all ranks"].over_first == pytest.approx(step_ms / balanced, rel=CLOSE)
     rows = by_name["padded to 3200"]
     assert (rows.num_micro_batches, rows.padding) == (2, pytest.approx(0.5))
     assert rows.step_ms == pytest.approx((OWN_MS + EXPERTS_MS) * (1.5 + num_stages - 1) + 10, rel=CLOSE)
@@ -182,7 +183,7 @@ def test_what_can_not_be_predicted_is_refused():
         times_of(profile_of(), plan=dataclasses.replace(PLAN, pairing=Pairing(PLAN.segments)))
     few = dataclasses.replace(SETTING, num_documents=1)
     with pytest.raises(UsageError, match="1 documents of a step on a rank are fewer than its 2 micro-batches"):
-        predict_packings([[[32], [8]]], few, DocumentCost(0.0), times_of(profile_of()), 0.0)
+        predict_packings([[[32], [8]]], few, packings(few, DocumentCost(0.0)), times_of(profile_of()), 0.0)
 
 
 def test_lengths_are_read_as_written_or_refused_in_a_line(tmp_path):

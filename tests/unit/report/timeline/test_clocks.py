@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.clocks import aligned, clock_corrections_ms
+from megatron_lancet.lab.views.clocks import aligned, clock_corrections_ms
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.draws import examples
 
@@ -130,7 +130,7 @@ def test_rank_that_sent_nothing_does_not_affect_clock_alignment():
     assert corrections_ms == pytest.approx({0: 0, 1: 0})
 
 
-def test_contradicting_clock_bounds_are_widened_as_little_as_needed():
+def test_contradicting_clock_bounds_are_widened_little():
     # Each rank has the message 1 ms before the other sent it: some 1 ms is wrong, and the middle shares it out.
     contradictory = timelines([[10, 10]], [[9, 9]], [0.0, 500.0])
     corrections_ms = clock_corrections_ms(contradictory)
@@ -146,7 +146,7 @@ def test_clock_alignment_matches_messages_by_micro_batch():
     assert corrections_ms[0] - corrections_ms[1] == pytest.approx(23)
 
 
-def test_clocks_compare_a_hop_only_between_ranks_that_it_connects():
+def test_clocks_compare_hop_only_between_ranks_that_it_connects():
     """A rank has its rows of a hop before others have begun to send, with whom it exchanges none."""
     slow = {0: 0.0, 1: 100.0, 2: 0.0, 3: 100.0}  # true begin of the first hop; the second ranks of both nodes are late
     recorded = []

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_lancet.report.timeline.rank_traces import hidden_share, rank_trace, write_rank_traces
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.lab.views.rank_traces import hidden_share, rank_trace, write_rank_traces
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 STEP = RankTimeline(
@@ -27,7 +27,7 @@ STEP = RankTimeline(
 RECORD = TimelineRecord("run", (STEP, replace(STEP, rank=0)), ep_groups=((0, 1),))
 
 
-def test_kernels_have_the_names_streams_and_collectives_that_hta_and_tracelens_read():
+def test_kernels_have_the_fields_that_hta_and_tracelens_read():
     content = rank_trace(RECORD, STEP)
     assert content["distributedInfo"] == {"rank": 1, "world_size": 2}
     kernels = [event for event in content["traceEvents"] if event["cat"] == "kernel"]
@@ -65,7 +65,7 @@ def test_no_stream_has_two_kernels_at_a_time():
         assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
 
 
-def test_a_message_has_one_stream_on_all_ranks_of_its_group_whenever_it_is_launched_on_each():
+def test_message_has_the_same_stream_on_all_ranks():
     """TraceLens refuses traces in which it differs, and takes the n-th message of a group for the same one on all."""
     late = [Span("L1.c0.F.dispatch", Lane.COMM, 5.0, 6.0, 9), Span("L1.c1.F.counts", Lane.COMM, 3.0, 4.0, 8)]
     both = [Span("L1.c0.F.dispatch", Lane.COMM, 1.0, 9.0, 9), Span("L1.c1.F.counts", Lane.COMM, 2.0, 3.0, 8)]
@@ -87,7 +87,7 @@ def test_a_message_has_one_stream_on_all_ranks_of_its_group_whenever_it_is_launc
     )
 
 
-def test_each_kernel_has_a_launch_on_the_host_with_an_arrow_to_it():
+def test_each_kernel_has_launch_on_host_with_arrow_to_it():
     events = rank_trace(RECORD, STEP)["traceEvents"]
     numbers = [one["args"]["correlation"] for one in kernels_of(RECORD, STEP)]
     for category, number_of in (
@@ -98,7 +98,7 @@ def test_each_kernel_has_a_launch_on_the_host_with_an_arrow_to_it():
         assert sorted(own) == sorted(numbers * (2 if category == "ac2g" else 1))
 
 
-def test_each_rank_has_a_file_whose_first_line_names_the_rank_as_hta_searches_it(tmp_path):
+def test_first_line_of_a_file_names_its_rank_for_hta(tmp_path):
     paths = write_rank_traces(RECORD, tmp_path)
     assert [path.name for path in paths] == ["rank-1.json", "rank-0.json"]
     for path, timeline in zip(paths, RECORD.measured, strict=True):
@@ -108,6 +108,6 @@ def test_each_rank_has_a_file_whose_first_line_names_the_rank_as_hta_searches_it
         assert json.loads(path.read_text()) == rank_trace(RECORD, timeline)
 
 
-def test_hidden_share_is_that_of_the_time_in_flight_without_waits():
+def test_hidden_share_is_that_of_time_in_flight_without_waits():
     assert hidden_share(STEP) == pytest.approx(1 - 1.0 / 5.0)
     assert hidden_share(RankTimeline(0, STEP.spans[:1], 2.0)) == 0.0

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
+from megatron_lancet.lab.views.trace_file import read_trace, write_trace
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 RECORD = TimelineRecord(
@@ -52,7 +52,7 @@ def first_slice(content):
         (lambda content: content["otherData"]["measured"][1].update(pid=0), "expected each process of the events once"),
         (lambda content: content["otherData"].pop("title"), "field 'title' is missing"),
         (lambda content: content["otherData"].update(more=1), "unknown field 'more'"),
-        (lambda content: content.update(measured=[]), "a timeline.json of an older version; pass trace.json, or run"),
+        (lambda content: first_slice(content)["args"].pop("lane"), "field 'lane' is missing"),
     ],
 )
 def test_damaged_trace_file_is_refused_with_its_place(tmp_path, change, message):

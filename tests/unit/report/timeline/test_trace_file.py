@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.lanes import levels, message_levels, message_rows
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.trace_file import trace, write_trace
+from megatron_lancet.lab.views.lanes import levels, message_levels, message_rows
+from megatron_lancet.lab.views.trace_file import trace, write_trace
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 STEP = RankTimeline(
@@ -114,7 +114,7 @@ def test_trace_arrow_starts_at_the_message_of_its_micro_batch():
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
-def test_trace_spans_of_a_level_never_overlap_and_levels_are_fewest(places):
+def test_trace_spans_of_a_level_never_overlap(places):
     spans = [Span("m", Lane.COMM, start, start + ms) for start, ms in sorted(places)]
     chosen = levels(spans)
     for index, span in enumerate(spans):
@@ -135,7 +135,7 @@ def messages(*places):
     return [Span(f"L1.c0.{phase}.dispatch", Lane.COMM, start, end) for phase, start, end in places]
 
 
-def test_messages_of_a_backward_beside_a_forward_have_levels_of_their_own():
+def test_messages_of_both_passes_of_a_pair_have_own_levels():
     beside = messages(("F", 0, 4), ("I", 1, 3), ("F", 2, 5), ("I", 3, 6), ("F", 7, 8), ("I", 9, 10))
     assert message_levels(beside) == [0, 2, 1, 2, 0, 2]
     one_after_the_other = messages(("F", 0, 4), ("F", 2, 5), ("I", 5, 6), ("I", 5, 7), ("F", 7, 8))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_lancet.runtime.lane import ForwardLane
+from megatron_lancet.runtime.progress.lane import ForwardLane
 
 
 def in_turns(lane: ForwardLane, log: list[str], name: str, num_waits: int) -> Callable[[], str]:
@@ -84,7 +84,7 @@ def test_no_turn_ends_elsewhere():
 
 
 @pytest.mark.parametrize("num_waits", [0, 2])
-def test_an_error_of_a_forward_is_raised_where_its_turn_was_given(num_waits):
+def test_error_of_forward_is_raised_where_its_turn_was_given(num_waits):
     lane = ForwardLane(on_cuda=False)
     error = KeyError("layer 3")
     forward = lane.add(failing(lane, num_waits, error))
@@ -117,7 +117,7 @@ def test_end_before_the_first_forward_changes_nothing():
     assert works(lane)
 
 
-def test_end_unwinds_the_forward_under_way_through_its_cleanups_and_drops_those_behind_it():
+def test_end_unwinds_the_running_forward_and_drops_others():
     lane, log = ForwardLane(on_cuda=False), []
 
     def run() -> None:
@@ -139,7 +139,7 @@ def test_end_unwinds_the_forward_under_way_through_its_cleanups_and_drops_those_
     assert works(lane)
 
 
-def test_end_unwinds_a_forward_that_waits_again_while_it_cleans_up():
+def test_end_unwinds_forward_that_waits_again_while_it_cleans_up():
     lane, log = ForwardLane(on_cuda=False), []
 
     def run() -> None:
@@ -158,7 +158,7 @@ def test_end_unwinds_a_forward_that_waits_again_while_it_cleans_up():
     assert works(lane)
 
 
-def test_an_error_while_a_forward_is_unwound_is_not_raised_in_the_next_step():
+def test_error_of_an_unwound_forward_is_not_raised_later():
     lane = ForwardLane(on_cuda=False)
 
     def run() -> None:
@@ -215,7 +215,7 @@ def test_nothing_of_a_failed_step_is_kept(fails):
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_a_forward_runs_with_the_settings_of_the_thread_that_added_it(grad, autocast):
+def test_forward_runs_with_settings_of_thread_that_added_it(grad, autocast):
     lane, found = ForwardLane(on_cuda=False), []
 
     def run() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.runtime.pairing import MicroBatch, Pairing
+from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
 from megatron_lancet.schedule.pairing import PairedTurns
 
 
@@ -63,7 +63,7 @@ class Rank:
         assert not self.pairing.is_on
 
 
-def test_a_pair_takes_turns_and_the_next_forward_begins_at_the_last_wait():
+def test_pair_takes_turns_and_next_forward_begins_at_last_wait():
     rank = Rank()
     rank.step([(2, 2)] * 3)
     assert " ".join(rank.log) == (
@@ -100,7 +100,7 @@ def ranks() -> tuple[Rank, Rank]:
 
 
 @given(st.lists(_MICRO_BATCH, min_size=1, max_size=6))
-def test_every_part_runs_once_in_its_order_and_alike_on_every_rank(ranks, waits):
+def test_every_part_runs_once_and_alike_on_every_rank(ranks, waits):
     one, other = ranks
     one.log.clear()
     other.log.clear()
@@ -132,13 +132,13 @@ def test_a_pair_runs_by_the_rule(ranks, num_forward_waits, num_backward_waits):
 
 
 @pytest.mark.parametrize("does", [1, 3])
-def test_a_forward_with_another_number_of_waits_than_planned_is_an_error(does):
+def test_another_number_of_waits_than_planned_is_an_error(does):
     rank = Rank()
     with pytest.raises(AssertionError, match=rf"took {does + 1} turns, and 3 were planned"):
         rank.pairing.finish(rank.add(1, 2, does=does))
 
 
-def test_each_forward_knows_whether_it_is_at_an_end_while_it_runs():
+def test_each_forward_knows_whether_it_is_at_end_while_it_runs():
     rank = Rank()
     first = rank.add(1, 1, at_end=True)
     rank.pairing.finish(first)

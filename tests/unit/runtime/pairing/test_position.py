@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.pairing import MicroBatch, Pairing
+from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
 from megatron_lancet.schedule.ops import Op
 from tests.fakes import Loopback, cpu_stats
 
@@ -17,7 +17,8 @@ class Run:
 
     def __init__(self) -> None:
         self.comm = Comm(Loopback(), None, cpu_stats(), own_rank=0)
-        self.pairing: Pairing = self.comm.pairing
+        assert isinstance(self.comm.pairing, Pairing)
+        self.pairing = self.comm.pairing
         self.seen: list[str] = []
 
     def see(self) -> None:

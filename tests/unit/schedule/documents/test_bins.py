@@ -1,20 +1,14 @@
 """Properties of dealing samples to bins: each sample once, equal counts of bins, bounds kept, and bins nearly even."""
 
 import random
-from itertools import chain, combinations, pairwise
+from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.schedule.documents.bins import balanced, bin_tokens, first_fit, padded, predicted
+from megatron_lancet.schedule.documents.bins import Dealing, balanced, bin_tokens, predicted
 from megatron_lancet.schedule.documents.cost import DocumentCost
-
-WAYS = {
-    "balanced": balanced,
-    "first_fit": lambda drawn, num_bins, cost, max_tokens: first_fit(drawn, num_bins, max_tokens),
-    "padded": padded,
-}
 
 
 @st.composite
@@ -33,10 +27,10 @@ def skewed(num_ranks, num_samples, sigma=1.0):
     ]
 
 
-@given(steps(), st.sampled_from(sorted(WAYS)), st.sampled_from([0.0, 0.02, 3.0]), st.integers(1, 200))
-def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, way, tokens_per_pair, max_tokens):
+@given(steps(), st.sampled_from([0.0, 0.02, 3.0]), st.integers(1, 200))
+def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, tokens_per_pair, max_tokens):
     drawn, num_bins = step
-    dealing = WAYS[way](drawn, num_bins, DocumentCost(tokens_per_pair), max_tokens)
+    dealing = balanced(drawn, num_bins, DocumentCost(tokens_per_pair), max_tokens)
     assert [len(rank) for rank in dealing.bins] == [num_bins] * len(drawn)
     assert all(indices for rank in dealing.bins for indices in rank)
     dealt = sorted(chain.from_iterable(chain.from_iterable(dealing.bins)))
@@ -46,31 +40,17 @@ def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, way, tokens_per_pai
     assert dealing.max_tokens in (max_tokens, most)
 
 
-@given(steps(), st.sampled_from(["balanced", "padded"]), st.integers(1, 64))
-def test_bound_is_raised_only_where_samples_do_not_fit(step, way, max_tokens):
+@given(steps(), st.integers(1, 64))
+def test_bound_is_raised_only_where_samples_do_not_fit(step, max_tokens):
     drawn, num_bins = step
     lengths = list(chain.from_iterable(drawn))
-    dealing = WAYS[way](drawn, num_bins, DocumentCost(0.1), max_tokens)
+    dealing = balanced(drawn, num_bins, DocumentCost(0.1), max_tokens)
     least = max(max(lengths), -(-sum(lengths) // (len(drawn) * num_bins)))
-    if max_tokens >= sum(lengths) and way == "balanced":
+    if max_tokens >= sum(lengths):
         assert dealing.max_tokens == max_tokens
     assert dealing.max_tokens >= min(least, max_tokens)
     # Largest first by tokens is at most 4/3 of the best packing, which is at most the mean and the longest sample.
-    if way == "balanced":
-        assert dealing.max_tokens <= max(max_tokens, 4 / 3 * (sum(lengths) / (len(drawn) * num_bins) + max(lengths)))
-
-
-@given(st.lists(st.integers(1, 30), min_size=4, max_size=9), st.integers(1, 3), st.sampled_from([0.0, 0.05]))
-def test_padded_is_the_best_of_all_cuts_on_one_rank(lengths, num_bins, tokens_per_pair):
-    cost = DocumentCost(tokens_per_pair)
-    falling = sorted(lengths, reverse=True)
-
-    def step(cuts):
-        return sum((end - first) * cost.of(falling[first]) for first, end in pairwise((0, *cuts, len(falling))))
-
-    best = min(step(cuts) for cuts in combinations(range(1, len(falling)), num_bins - 1))
-    dealing = padded([lengths], num_bins, cost, 10**6)
-    assert predicted([lengths], dealing, cost).step == pytest.approx(best)
+    assert dealing.max_tokens <= max(max_tokens, 4 / 3 * (sum(lengths) / (len(drawn) * num_bins) + max(lengths)))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_bins", "sigma"), [(2, 4, 1.0), (8, 8, 0.5), (16, 4, 1.0)])
@@ -81,9 +61,13 @@ def test_balanced_bins_are_nearly_even(num_ranks, num_bins, sigma):
     computed = sum(cost.of(length) for length in chain.from_iterable(drawn))
     assert computed / num_ranks <= found.step <= 1.01 * computed / num_ranks
     assert found.spread < 0.02
-    first_fitted = predicted(drawn, first_fit(drawn, num_bins, 4096), cost)
-    assert found.step < 0.95 * first_fitted.step
-    assert first_fitted.waiting > 0.05
+    in_order = [range(first, first + 8) for first in range(0, 8 * num_bins * num_ranks, 8)]
+    dealing = Dealing(
+        tuple(tuple(map(tuple, in_order[rank * num_bins : (rank + 1) * num_bins])) for rank in range(num_ranks)), 0
+    )
+    unsorted = predicted(drawn, dealing, cost)
+    assert found.step < 0.95 * unsorted.step
+    assert unsorted.waiting > 0.05
 
 
 def test_column_of_a_long_sample_is_filled_on_all_ranks():
@@ -93,39 +77,16 @@ def test_column_of_a_long_sample_is_filled_on_all_ranks():
     assert [tokens[0] for tokens in bin_tokens(drawn, dealing)] == [10, 10]
 
 
-def test_more_stages_make_the_largest_padded_bin_smaller():
-    drawn, cost = skewed(1, 64), DocumentCost(1 / 2000)
-    flat, deep = (padded(drawn, 8, cost, 10**6, num_stages) for num_stages in (1, 16))
-    largest = [max(chain.from_iterable(predicted(drawn, dealing, cost).bin_costs)) for dealing in (flat, deep)]
-    assert largest[1] < largest[0]
-    assert predicted(drawn, flat, cost).step <= predicted(drawn, deep, cost).step
-
-
-def test_padded_program_of_a_large_step_is_done_in_parts():
-    drawn = skewed(16, 64)
-    dealing = padded(drawn, 8, DocumentCost(1 / 2000), 10**6)
-    assert sorted(chain.from_iterable(chain.from_iterable(dealing.bins))) == list(range(16 * 64))
-    assert [len(rank) for rank in dealing.bins] == [8] * 16
-    assert predicted(drawn, dealing, DocumentCost(1 / 2000)).padding < 0.25
-
-
-def test_first_fit_keeps_samples_on_their_rank_and_in_order():
-    dealing = first_fit([[5, 6, 3, 2], [9, 9, 9]], 2, 10)
-    assert dealing.bins == (((0, 2, 3), (1,)), ((4, 6), (5,)))
-    assert dealing.max_tokens == 18  # the third sample of rank 1 has no room, and goes to the emptiest bin
-
-
 def test_prediction_of_two_stages():
     drawn = [[4, 2], [2, 2]]
-    dealing = first_fit(drawn, 2, 4)
+    dealing = Dealing((((0,), (1,)), ((2,), (3,))), 4)
     found = predicted(drawn, dealing, DocumentCost(0.0), num_stages=2)
     assert found.bin_costs == ((4, 2), (2, 2))
     assert found.step == 4 + 2 + 4
     assert found.spread == pytest.approx(1 - (2 + 2) / (4 + 2))
-    assert (found.num_tokens, found.padding) == (10, 0)
+    assert found.num_tokens == 10
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
-def test_fewer_samples_than_bins_are_refused(way):
+def test_fewer_samples_than_bins_are_refused():
     with pytest.raises(ValueError, match=r"2 bins .*need at least .*samples"):
-        WAYS[way]([[5], [5]], 2, DocumentCost(0.0), 10)
+        balanced([[5], [5]], 2, DocumentCost(0.0), 10)

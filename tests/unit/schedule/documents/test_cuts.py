@@ -42,7 +42,7 @@ def _cases(draw):
 
 
 @given(_cases())
-def test_chunks_are_of_the_wanted_number_not_empty_multiples_and_complete(case):
+def test_chunks_have_the_wanted_number_and_multiple(case):
     samples, num_chunks, cost, multiple = case
     sizes = cut_sizes(samples, num_chunks, cost, multiple)
     assert len(sizes) == num_chunks
@@ -83,7 +83,7 @@ def _cost_up_to(lengths, cost, position):
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
-def test_without_documents_and_pairs_cuts_are_equal_sizes_but_for_their_order(num_positions, num_chunks):
+def test_cuts_without_documents_are_equal_sizes(num_positions, num_chunks):
     if num_chunks <= num_positions:
         sizes = cut_sizes([[num_positions]], num_chunks, LINEAR)
         assert max(sizes) - min(sizes) <= 1

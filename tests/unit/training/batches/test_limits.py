@@ -1,7 +1,6 @@
 """What --dataloader-inter-document-masking is refused with, each in one line that says what to do."""
 
 import re
-import sys
 
 import pytest
 
@@ -13,7 +12,7 @@ from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 FLAG = "--dataloader-inter-document-masking"
 TE = ["--transformer-impl", "transformer_engine"]
@@ -25,19 +24,8 @@ OFF = LancetConfig(plan=PlanChoice.OFF)
 @pytest.fixture
 def documents(monkeypatch):
     """Megatron's arguments for a run with documents that can overlap, with changes."""
-    from megatron.training.arguments import parse_args
-
-    def make(*changes: object):
-        command = (
-            "--num-layers 2 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            f"--transformer-impl local --moe-token-dispatcher-type alltoall {FLAG}"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
-        set_as_validation_does(args)
-        return args
-
-    return make
+    dropout = ["--hidden-dropout", 0.1, "--attention-dropout", 0.1]
+    return lambda *changes: parsed(monkeypatch, "--num-layers=2", FLAG, *dropout, *changes)
 
 
 @pytest.mark.parametrize("changes", [[], TE])
@@ -94,7 +82,7 @@ def test_what_does_not_know_documents_is_refused(documents, changes, config, mes
         choose_plan(documents(*changes), config)
 
 
-def test_one_sample_of_a_micro_batch_has_the_same_shape_laid_end_to_end(documents):
+def test_one_sample_laid_end_to_end_has_the_same_shape(documents):
     one = ["--micro-batch-size", 1, "--pipeline-model-parallel-size", 2]
     assert choose_plan(documents(*SPEC, *one), LancetConfig())[0] is not None
     assert not shapes_vary(documents(*one), has_plan=False)

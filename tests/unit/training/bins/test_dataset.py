@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.bins.dataset import DocumentDataset, mask_prefix
+from megatron_lancet.features.bins.dataset import DocumentDataset, mask_prefix
 
 END = 99
 
@@ -58,7 +58,7 @@ def documents(dataset, indices):
     return [sample["tokens"][: sample["num_tokens"]].tolist() for sample in samples]
 
 
-def test_each_epoch_has_every_document_once_in_an_order_of_its_own(prefix):
+def test_epochs_have_each_document_once_in_different_orders(prefix):
     dataset = built(prefix, num_samples=30)
     assert len(dataset) == 30
     epochs = [documents(dataset, range(first, first + 3)) for first in range(0, 30, 3)]
@@ -85,7 +85,7 @@ def test_loss_mask_beside_the_tokens_says_which_count(prefix):
     assert found == {(1, 2): [0, 0, 0, 1, 1, 0, 0], (7, 8): [0, 1, 0, 0, 0, 0, 0], (10, 11): [0, 0, 0, 0, 0, 1, 1]}
 
 
-def test_token_after_an_end_of_document_does_not_count_with_eod_mask_loss(prefix):
+def test_eod_mask_loss_leaves_out_tokens_after_a_document(prefix):
     dataset = built(prefix, documents=(0,), eod_mask_loss=True)
     assert dataset[0]["is_label"].tolist() == [1, 1, 1, 0, 1, 0, 0]
 
@@ -104,7 +104,7 @@ def test_half_a_loss_mask_is_refused(prefix, suffix):
         built(prefix)
 
 
-def test_split_without_documents_is_refused_if_samples_are_wanted(prefix):
+def test_wanted_samples_of_an_empty_split_are_refused(prefix):
     with pytest.raises(UsageError, match=r"train split of .* has no document of 2 tokens"):
         built(prefix, num_samples=3, documents=(1,))
     assert len(built(prefix, num_samples=0, documents=(1,))) == 0

@@ -1,17 +1,27 @@
 """What bins do not work with, and how a command line says that samples are dealt."""
 
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 
-from megatron_lancet.config import BinsChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.bins.flags import BinsFlags
+from megatron_lancet.features.bins.limits import bin_settings, bins_note, check_bins
+from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import ChunkDim
-from megatron_lancet.training.arguments import config_of
-from megatron_lancet.training.bins.limits import bin_settings, bins_note, check_bins
+from megatron_lancet.training.arguments import with_features
 from megatron_lancet.training.plan.limits import chunked_dim
 from megatron_lancet.training.plan.normalize import normalize_args
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import set_as_validation_does
+
+
+def binned(bins: bool = True, bins_max_tokens: int | None = None, bins_cost: float | None = None, **settings: Any):
+    return config_with(BinsFlags(bins, bins_max_tokens, bins_cost), **settings)
+
 
 SIZES = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 "
@@ -28,9 +38,9 @@ def parsed(monkeypatch):
 
     from megatron_lancet.training.arguments import add_lancet_arguments
 
-    def make(changes: str = "", bins: str = "balanced"):
-        monkeypatch.setattr(sys, "argv", ["pretrain", *SIZES.split(), "--lancet-bins", bins, *changes.split()])
-        args = parse_args(add_lancet_arguments)
+    def make(changes: str = "--lancet-bins"):
+        monkeypatch.setattr(sys, "argv", ["pretrain", *SIZES.split(), *changes.split()])
+        args = parse_args(partial(add_lancet_arguments, features=features()))
         set_as_validation_does(args)
         args.padded_vocab_size = 512
         return args
@@ -54,16 +64,16 @@ def parsed(monkeypatch):
 )
 def test_what_bins_do_not_work_with_is_refused(parsed, changes, message):
     with pytest.raises(UsageError) as refusal:
-        check_bins(parsed(changes), LancetConfig(bins=BinsChoice.PADDED))
-    assert str(refusal.value).startswith(f"--lancet-bins padded does not work with {message}")
+        check_bins(parsed(f"--lancet-bins {changes}"), binned())
+    assert str(refusal.value).startswith(f"--lancet-bins does not work with {message}")
 
 
 def test_losses_averaged_by_micro_batch_are_refused(parsed):
     args = parsed()
-    check_bins(args, LancetConfig(bins=BinsChoice.BALANCED))
+    check_bins(args, binned())
     args.calculate_per_token_loss = False
     with pytest.raises(UsageError, match=r"Pass --calculate-per-token-loss\.$"):
-        check_bins(args, LancetConfig(bins=BinsChoice.BALANCED))
+        check_bins(args, binned())
 
 
 @pytest.mark.parametrize("flag", ["max_tokens", "cost"])
@@ -71,19 +81,19 @@ def test_flags_of_bins_without_bins_are_refused(parsed, flag):
     with pytest.raises(
         UsageError, match=rf"--lancet-bins-{flag.replace('_', '-')} 8 is for --lancet-bins, which is off"
     ):
-        check_bins(parsed(bins="off"), LancetConfig(**{f"bins_{flag}": 8}))
+        check_bins(parsed(""), binned(bins=False, **{f"bins_{flag}": 8}))
 
 
 def test_bound_that_ranks_cannot_share_out_is_refused(parsed):
-    args = parsed("--context-parallel-size 2")
+    args = parsed("--lancet-bins --context-parallel-size 2")
     with pytest.raises(UsageError, match="--lancet-bins-max-tokens expects a multiple of 4"):
-        check_bins(args, LancetConfig(bins=BinsChoice.BALANCED, bins_max_tokens=30))
+        check_bins(args, binned(bins_max_tokens=30))
 
 
 def test_settings_follow_from_the_command_line(parsed):
-    args = parsed("--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
+    args = parsed("--lancet-bins --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
     args.pipeline_model_parallel_size = 3
-    found = bin_settings(args, LancetConfig(bins=BinsChoice.BALANCED, num_chunks=1))
+    found = bin_settings(args, binned(num_chunks=1))
     assert (found.multiple, found.at_least, found.max_tokens, found.num_stages) == (4, 4, 48, 3)
     # A position's projections, two experts, the router and the output layer, against scores and values of a pair.
     per_token = 2 * (4 * 64 * 64 + 2 * 2 * 64 * 128 + 64 * 4) + 512 * 64
@@ -93,23 +103,25 @@ def test_settings_follow_from_the_command_line(parsed):
 
 
 def test_settings_that_are_given(parsed):
-    args = parsed("--lancet-bins-max-tokens 96 --lancet-bins-cost 0.5", bins="padded")
-    config = LancetConfig(bins=BinsChoice.PADDED, bins_max_tokens=96, bins_cost=0.5)
-    assert config_of(LancetConfig, args) == config
+    args = parsed("--lancet-bins --lancet-bins-max-tokens 96 --lancet-bins-cost 0.5")
+    config = binned(bins_max_tokens=96, bins_cost=0.5)
+    assert with_features(args, features()).of(BinsFlags) == config.of(BinsFlags)
     found = bin_settings(args, config)
     assert (found.cost.tokens_per_pair, found.max_tokens, found.at_least) == (0.5, 96, 8)
-    assert bin_settings(args, LancetConfig(bins=BinsChoice.PADDED, plan=PlanChoice.OFF)).at_least == 1
+    assert bin_settings(args, binned(plan=PlanChoice.OFF)).at_least == 1
 
 
 def test_bins_are_cut_along_the_sequence_only(parsed):
-    args = parsed("--lancet-bins-max-tokens 96")
-    assert [chunked_dim(args, dim).size for dim in (ChunkDim.BATCH, ChunkDim.SEQUENCE)] == [1, 96]
-    assert [chunked_dim(parsed(bins="off"), dim).size for dim in (ChunkDim.BATCH, ChunkDim.SEQUENCE)] == [4, 48]
+    def sizes(args):
+        config = with_features(args, features())
+        return [chunked_dim(args, config, dim).size for dim in (ChunkDim.BATCH, ChunkDim.SEQUENCE)]
+
+    assert sizes(parsed("--lancet-bins --lancet-bins-max-tokens 96")) == [1, 96]
+    assert sizes(parsed("")) == [4, 48]
 
 
-@pytest.mark.parametrize(("bins", "apart"), [("balanced", True), ("first-fit", True), ("padded", False)])
-def test_packed_documents_are_kept_apart(parsed, bins, apart):
-    args = parsed(bins=bins)
-    lines = normalize_args(args, LancetConfig(bins=BinsChoice(bins)))
-    assert args.dataloader_inter_document_masking is apart
-    assert any("--dataloader-inter-document-masking is on" in line for line in lines) is apart
+def test_packed_documents_are_kept_apart(parsed):
+    args = parsed()
+    lines = normalize_args(args, binned())
+    assert args.dataloader_inter_document_masking is True
+    assert any("--dataloader-inter-document-masking is on" in line for line in lines)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
-from megatron_lancet.config import BinsChoice
+from megatron_lancet.features.bins.batches import Document, packed
+from megatron_lancet.features.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.training.bins.batches import Document, packed, padded
-from megatron_lancet.training.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
 
 
 def document(*tokens, without=()):
@@ -37,8 +36,8 @@ class OneRank:
         return [drawn[index] for index in sorted(chain.from_iterable(dealing.bins[0]))]
 
 
-def steps(choice, figures=None, max_tokens=20, **settings):
-    return BinnedSteps(BinSettings(choice, DocumentCost(0.0), max_tokens, **settings), OneRank(), figures)
+def steps(figures=None, max_tokens=20, **settings):
+    return BinnedSteps(BinSettings(DocumentCost(0.0), max_tokens, **settings), OneRank(), figures)
 
 
 def names(batch):
@@ -46,7 +45,7 @@ def names(batch):
     return sorted((batch["tokens"][batch["loss_mask"] > 0] // 100).unique().tolist())
 
 
-def test_packed_documents_are_bounded_and_what_fills_up_does_not_count():
+def test_packed_documents_have_bounds_and_filling_has_no_loss():
     batch = packed([document(1, 2, 3, without=[2]), document(7, 8)], multiple=4, at_least=4)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "tokens": [[1, 2, 7, 0]],
@@ -60,20 +59,7 @@ def test_packed_documents_are_bounded_and_what_fills_up_does_not_count():
     assert packed([document(1, 2)], multiple=2, at_least=8)["cu_seqlens"].tolist() == [[0, 1, 8]]
 
 
-def test_padded_documents_lie_beside_each_other():
-    batch = padded([document(1, 2, 3, without=[2]), document(7, 8)], multiple=4, at_least=4)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "tokens": [[1, 2, 0, 0], [7, 0, 0, 0]],
-        "labels": [[2, 3, 0, 0], [8, 0, 0, 0]],
-        "loss_mask": [[0, 1, 0, 0], [1, 0, 0, 0]],
-        "position_ids": [[0, 1, 1, 1], [0, 1, 1, 1]],
-        "cu_seqlens": [[0, 4], [0, 4]],
-        "max_seqlen": [4, 4],
-    }
-
-
-@pytest.mark.parametrize("choice", list(BinsChoice))
-def test_loader_draws_a_step_at_a_time_and_yields_each_sample_once(choice):
+def test_loader_draws_by_step_and_yields_each_sample_once():
     drawn = []
 
     def loader():
@@ -82,7 +68,7 @@ def test_loader_draws_a_step_at_a_time_and_yields_each_sample_once(choice):
             yield stack(9, 3, 5, first=1 + 3 * number)
 
     sizes = iter([2, 1, 3])  # the third step finds too few samples
-    bins = iter(BinLoader(loader(), steps(choice), lambda: next(sizes)))
+    bins = iter(BinLoader(loader(), steps(), lambda: next(sizes)))
     first = list(islice(bins, 2))
     assert drawn == [0, 1]
     assert sorted(chain.from_iterable(map(names, first))) == [1, 2, 3, 4, 5, 6]
@@ -91,8 +77,8 @@ def test_loader_draws_a_step_at_a_time_and_yields_each_sample_once(choice):
     assert list(bins) == []
 
 
-def test_megatrons_rerun_replays_the_bins_of_a_step_without_drawing():
-    loader = BinLoader([stack(9, 3, first=first) for first in (1, 3, 5, 7)], steps(BinsChoice.BALANCED), lambda: 2)
+def test_megatrons_rerun_replays_a_steps_bins_without_drawing():
+    loader = BinLoader([stack(9, 3, first=first) for first in (1, 3, 5, 7)], steps(), lambda: 2)
     iterator = RerunDataIterator(iter(loader))
     machine = get_rerun_state_machine()
     mode = machine.get_mode()
@@ -111,7 +97,7 @@ def test_megatrons_rerun_replays_the_bins_of_a_step_without_drawing():
 
 
 def test_bound_that_is_raised_is_told_once_for_each_maximum(capsys):
-    made = steps(BinsChoice.BALANCED, max_tokens=10)
+    made = steps(max_tokens=10)
     for lengths in ([6, 6, 6], [6, 6, 6], [5, 5, 5], [9, 9, 9]):
         made.batches([stack(*lengths)], 1)
     lines = capsys.readouterr().out.splitlines()
@@ -121,7 +107,7 @@ def test_bound_that_is_raised_is_told_once_for_each_maximum(capsys):
 def test_figures_of_steps():
     figures = BinFigures()
     assert figures.summary() == {}
-    made = steps(BinsChoice.PADDED, figures)
+    made = steps(figures, multiple=4)
     made.batches([stack(8, 4, 4), stack(8, 4, 4)], 2)
     assert figures.num_tokens_of_last_step == 32
     assert figures.summary() == {
@@ -132,4 +118,6 @@ def test_figures_of_steps():
     }
     made.batches([stack(9, 3)], 1)
     assert figures.num_tokens_of_last_step == 12
-    assert figures.summary()["padding"] == pytest.approx((0 + 6 / 18) / 2)
+    assert figures.summary()["padding"] == 0.0
+    made.batches([stack(9, 4)], 1)
+    assert figures.summary()["padding"] == pytest.approx(3 / 16 / 3)  # 13 positions are filled up to 16

@@ -7,13 +7,13 @@ import torch
 
 from benchmarks.checks.__main__ import summary
 from benchmarks.checks.bugs import BUGS
-from megatron_lancet.training.check.check import Checker, Finding, Verdict, check
-from megatron_lancet.training.check.compare import Outcome
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.ranks import RefusedRunError
-from megatron_lancet.training.check.report import record, report
-from megatron_lancet.training.check.run import EXIT_CODES
-from megatron_lancet.training.check.shrink import Shrunk
+from megatron_lancet.lab.check.check import Checker, Finding, Verdict, check
+from megatron_lancet.lab.check.compare import Outcome
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.ranks import RefusedRunError
+from megatron_lancet.lab.check.report import record, report
+from megatron_lancet.lab.check.run import EXIT_CODES
+from megatron_lancet.lab.check.shrink import Shrunk
 
 SHRUNK = Shrunk([], ["--lancet-num-chunks", "2"], Layout(tensor=2), [])
 STOCK_ON_RANKS, OVERLAP = "stock on ranks", "overlap"
@@ -95,7 +95,7 @@ def test_overlap_that_was_left_out_on_demand_is_no_fault(found):
     assert last_line(finding).startswith("equal (stock only): ")
 
 
-def test_summary_counts_distinct_faults_and_launches_that_were_not_compared():
+def test_summary_counts_faults_and_uncompared_launches():
     bugs = [{"name": bug.name, "found": True} for bug in BUGS]
     drawn = [{"state": Verdict.EQUAL}, {"state": Verdict.EQUAL}, {"state": Verdict.NOT_COMPARED}]
     expected = "10 of 10 cases of bugs found, 9 distinct faults; of 3 random launches: 2 equal, 1 not compared"

@@ -4,11 +4,11 @@ import math
 import pytest
 import torch
 
-from megatron_lancet.training.check.check import Finding, Guilt
-from megatron_lancet.training.check.compare import Comparison, Outcome, compare, outcome_of
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.report import record, report
-from megatron_lancet.training.check.shrink import Shrunk
+from megatron_lancet.lab.check.check import Finding, Guilt
+from megatron_lancet.lab.check.compare import Comparison, Outcome, compare, outcome_of
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.report import record, report
+from megatron_lancet.lab.check.shrink import Shrunk
 
 
 def outcome(gradients: dict[str, list[float]], loss: float = 2.0, norm: float = 1.0, **apart: float) -> Outcome:

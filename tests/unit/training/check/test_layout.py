@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from megatron_lancet.training.check.layout import Layout, without_an_axis
+from megatron_lancet.lab.check.layout import Layout, without_an_axis
 
 
 def test_layout_has_data_parallel_ranks_to_share_experts_out_on():

@@ -3,7 +3,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_lancet.training.check.ranks import held_port
+from megatron_lancet.lab.check.ranks import held_port
 
 
 def test_port_of_a_run_is_for_its_store_alone():

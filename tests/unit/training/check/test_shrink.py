@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.run import run_check
-from megatron_lancet.training.check.samples import RandomTokens
-from megatron_lancet.training.check.shrink import Shrunk, shrink
-from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.run import run_check
+from megatron_lancet.lab.check.samples import RandomTokens
+from megatron_lancet.lab.check.shrink import Shrunk, shrink
+from megatron_lancet.lab.check.words import read_command_line
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --moe-router-topk 4"
@@ -124,7 +124,7 @@ def test_documents_are_a_mask_for_stock():
     assert "--no-create-attention-mask-in-dataloader" in plain.words
 
 
-def test_samples_of_documents_have_the_mask_the_bounds_and_the_positions_of_the_same_documents():
+def test_samples_have_mask_bounds_and_positions_of_documents():
     documents = RandomTokens(50, 16, 64, seed=1, padding=False, documents=True)
     samples = [documents[index] for index in range(len(documents))]
     for sample in samples:
@@ -140,14 +140,13 @@ def test_samples_of_documents_have_the_mask_the_bounds_and_the_positions_of_the_
     assert whole["position_ids"].tolist() == list(range(16))
 
 
-@pytest.mark.parametrize(("way", "ours"), [("balanced", ["--dataloader-inter-document-masking"]), ("padded", [])])
-def test_bins_become_samples_of_one_length_with_documents_in_them(way, ours):
-    found = shrunk(f"{SMALL} --lancet-bins {way} --lancet-bins-max-tokens 64 --calculate-per-token-loss")
-    assert (found.ours, found.documents) == (ours, bool(ours))
-    assert any(f"(--lancet-bins {way})" in change for change in found.changes)
+def test_bins_become_samples_of_one_length_with_documents():
+    found = shrunk(f"{SMALL} --lancet-bins --lancet-bins-max-tokens 64 --calculate-per-token-loss")
+    assert (found.ours, found.documents) == (["--dataloader-inter-document-masking"], True)
+    assert any("(--lancet-bins)" in change for change in found.changes)
 
 
-def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_said_to_be_replaced():
+def test_te_layers_stay_or_are_said_to_be_replaced():
     launch = f"{SMALL} --moe-grouped-gemm --moe-permute-fusion"
     kept = shrink(read_command_line(shlex.split(launch)), None, 8, with_te=True)
     assert value(kept.words, "--transformer-impl") == "transformer_engine"
@@ -162,7 +161,7 @@ def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_sa
     assert not any("Transformer Engine" in change for change in asked_for.changes)
 
 
-def test_layers_of_transformer_engine_are_refused_in_one_line_where_they_cant_be_imported():
+def test_te_layers_that_cant_be_imported_are_refused():
     options = argparse.Namespace(te=True, trust_script=False, dry_run=False)
     with pytest.raises(UsageError, match=r"^--te: Transformer Engine can't be imported here: .* need a GPU.*Drop it"):
         run_check(options, shlex.split(SMALL))

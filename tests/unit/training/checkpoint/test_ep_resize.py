@@ -60,7 +60,7 @@ def test_ep_resize_refuses_other_checkpoints(saved, resumed, message):
         check_checkpoint(resumed, saved)
 
 
-def test_ep_resize_accepts_a_checkpoint_of_stock_without_our_flags():
+def test_ep_resize_accepts_checkpoint_of_stock_without_our_flags():
     saved = run(2)
     del saved.lancet_experts_apart
     check_checkpoint(run(1, **APART), saved)

@@ -48,7 +48,7 @@ def test_complete_checkpoint_has_no_flaw(folder):
 
 
 @pytest.mark.parametrize("flaw", DAMAGE)
-def test_damaged_checkpoint_is_refused_and_the_message_says_what_to_do(folder, flaw):
+def test_damaged_checkpoint_is_refused_with_advice(folder, flaw):
     DAMAGE[flaw](folder / "iter_0000006")
     with pytest.raises(UsageError) as refused:
         check_loadable(folder, None, FORMAT)
@@ -92,14 +92,14 @@ def test_checkpoints_without_a_tracker_are_refused(folder):
 
 
 @pytest.mark.parametrize("leftover", [None, "incomplete_iter_0000004", "iter_0000004"])
-def test_run_without_complete_checkpoint_starts_from_the_beginning(tmp_path, leftover):
+def test_run_without_complete_checkpoint_starts_from_beginning(tmp_path, leftover):
     if leftover is not None:
         (tmp_path / leftover).mkdir()
     check_loadable(tmp_path, None, FORMAT)
     check_loadable(tmp_path / "none", None, FORMAT)
 
 
-def test_checkpoints_of_other_formats_are_checked_as_far_as_possible(folder):
+def test_checkpoints_of_other_formats_are_checked(folder):
     torch_format, dcp_format = folder / "iter_0000004", folder / "iter_0000002"
     shutil.rmtree(torch_format)
     part = torch_format / "mp_rank_00" / "model_optim_rng.pt"

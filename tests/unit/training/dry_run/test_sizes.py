@@ -18,15 +18,16 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.lab.dry_run.activations import _in_flight
+from megatron_lancet.lab.dry_run.memory import optimizer_bytes_per_parameter
+from megatron_lancet.lab.dry_run.parameters import Held
+from megatron_lancet.lab.dry_run.report import Findings
+from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.schedule.layers import LayerKind, pattern_of
-from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
-from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
-from megatron_lancet.training.dry_run.parameters import Held
-from megatron_lancet.training.dry_run.report import Findings
-from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
+from megatron_lancet.training.saved_tensors import layer_tensors
 from tests.small_gpt import local_hybrid_stack
 
 SMALL = (
@@ -126,7 +127,7 @@ HYBRID = (
 )
 
 
-def test_estimated_parameters_of_a_hybrid_model_equal_those_that_megatron_builds(examined):
+def test_estimated_parameters_of_a_hybrid_model_equal_megatrons(examined):
     """Of local layers, whose stack has no final norm."""
     findings = examined(f"{HYBRID} *E*-*E")
     config = hybrid_config_from_args(findings.args)
@@ -139,7 +140,7 @@ def test_estimated_parameters_of_a_hybrid_model_equal_those_that_megatron_builds
     assert list(findings.size.held) == [Held(dense + final_norm, all_of_them - dense)]
 
 
-def test_dry_run_reads_the_stages_of_a_hybrid_model_from_its_pattern(examined):
+def test_dry_run_reads_stages_of_hybrid_model_from_its_pattern(examined):
     findings = examined(f"{HYBRID} '*E|-E|*E-|*' --pipeline-model-parallel-size 2")
     layers = [["".join(pattern_of(chunk.layers)) for chunk in stage.chunks] for stage in findings.stages]
     assert layers == [["*E", "*E-"], ["-E", "*"]]
@@ -149,7 +150,7 @@ def test_dry_run_reads_the_stages_of_a_hybrid_model_from_its_pattern(examined):
     assert any("chunks=" in line for line in even.plan)
 
 
-def test_estimated_activations_of_a_hybrid_model_are_those_of_its_parts(examined):
+def test_estimated_activations_of_a_hybrid_model_add_up(examined):
     args = examined(f"{HYBRID} *E-").args
     attention, experts, mlp, dense, moe = (
         sum(saved.num_bytes for saved in layer_tensors(args, kind, saves_scores=True))

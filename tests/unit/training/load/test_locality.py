@@ -6,11 +6,11 @@ import pytest
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.routing.locality import LocalityLoss
+from megatron_lancet.features.locality.feature import LocalityFlags, choose_locality, locality_note
+from megatron_lancet.features.locality.loss import LocalityLoss
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.load.locality import choose_locality, locality_note
-from megatron_lancet.training.plan.support import overlap_blockers
+from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
 
@@ -27,7 +27,7 @@ def arguments(**changes: object) -> SimpleNamespace:
 
 
 def config(coeff: float = 0.01, per_node: int | None = 2) -> LancetConfig:
-    return LancetConfig(locality_loss_coeff=coeff, ranks_per_node=per_node)
+    return config_with(LocalityFlags(coeff), ranks_per_node=per_node)
 
 
 def test_there_is_no_such_loss_unless_the_user_asks():
@@ -58,18 +58,3 @@ def test_runs_without_the_block_or_nodes_are_refused_in_one_line(monkeypatch, ch
     with pytest.raises(UsageError, match=message) as refused:
         choose_locality(arguments(**changes), config(per_node=per_node), plan)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("coeff", [-1.0, float("nan"), float("inf")])
-def test_a_coefficient_is_a_finite_number_from_0_on(coeff):
-    with pytest.raises(UsageError, match=r"--lancet-locality-loss-coeff expects at least 0, got"):
-        config(coeff)
-
-
-def test_the_loss_asks_for_the_overlap(monkeypatch):
-    """A run that can't overlap is refused, and does not fall back to stock modules without the loss."""
-    monkeypatch.setattr(
-        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
-    )
-    assert overlap_blockers(arguments(), LancetConfig()) != []
-    assert overlap_blockers(arguments(), config()) == []

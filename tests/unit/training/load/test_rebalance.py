@@ -9,7 +9,7 @@ from megatron_lancet.training.load import rebalance
 LOAD = ExpertLoad(1, 2, ())
 
 
-def test_the_first_decision_that_moves_nothing_is_said_and_later_ones_are_not(monkeypatch, capsys):
+def test_only_the_first_decision_that_moves_nothing_is_said(monkeypatch, capsys):
     monkeypatch.setattr(rebalance, "present_placement", lambda _: {})
     monkeypatch.setattr(rebalance, "decide", lambda *_: STAY)
     monkeypatch.setattr(rebalance.Rebalancer, "_costs", lambda _: Costs(30.0, 4.25, 1000, 1e-6, 10))

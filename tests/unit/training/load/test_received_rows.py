@@ -10,11 +10,9 @@ from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.load import received_rows
 from megatron_lancet.training.load.received_rows import ReceivedRows, bound_of_memory, check_row_limit, most_rows
-from megatron_lancet.training.plan.support import overlap_blockers
+from megatron_lancet.training.saved_tensors import expert_row_bytes
 
 PLAN = fixed_plan(2)
 
@@ -68,26 +66,6 @@ def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
         check_row_limit(args_of(), LancetConfig(max_received_rows=limit), PLAN)
 
 
-@pytest.mark.parametrize(("text", "value"), [("auto", RowLimitChoice.AUTO), ("4096", 4096)])
-def test_the_flag_takes_a_word_or_a_number(text, value):
-    assert arguments.config_from_words(["--lancet-max-received-rows", text]).max_received_rows == value
-
-
-@pytest.mark.parametrize("text", ["0", "-4", "1.5", "all"])
-def test_anything_else_is_refused(text):
-    with pytest.raises(UsageError, match=rf"expects auto, or a number of rows above 0, got {text}"):
-        arguments.config_from_words([f"--lancet-max-received-rows={text}"])
-
-
-def test_a_limit_asks_for_the_overlap(monkeypatch):
-    """A run that can't overlap is refused, and does not fall back to stock modules."""
-    monkeypatch.setattr(
-        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
-    )
-    assert overlap_blockers(args_of(), LancetConfig()) != []
-    assert overlap_blockers(args_of(), LancetConfig(max_received_rows=8)) == []
-
-
 def record(num_chunks: int, num_rows: int) -> StepRecord:
     return StepRecord(100.0, 64, CommTimes(num_chunks=num_chunks, num_expert_rows=num_rows))
 
@@ -104,11 +82,11 @@ def test_the_bound_is_what_fits_if_all_kept_chunks_grow_to_it():
     assert bound_of_memory([record(0, 0)], 10.0, 2, 1, room_bytes=9) is None
 
 
-def test_the_most_rows_are_those_of_all_tokens_with_all_experts_of_a_rank():
-    assert most_rows(args_of()) == 128 * 2 * 2  # of four experts of a token two are on a rank
-    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True)) == 64 * 2 * 2
+def test_most_rows_are_all_tokens_times_experts_of_a_rank():
+    assert most_rows(args_of(), LancetConfig()) == 128 * 2 * 2  # of four experts of a token two are on a rank
+    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True), LancetConfig()) == 64 * 2 * 2
     holders = args_of(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
-    assert most_rows(holders) == 64 * 4 * 2
+    assert most_rows(holders, LancetConfig()) == 64 * 4 * 2
 
 
 def test_a_row_keeps_its_token_and_what_is_inside_the_expert():
@@ -133,7 +111,9 @@ class Run:
         monkeypatch.setattr(received_rows, "get_num_microbatches", lambda: 2)
         monkeypatch.setattr(received_rows, "least_room_bytes", lambda _: room_bytes)
         monkeypatch.setattr(received_rows, "from_all_ranks", lambda own: [own, others_bound, None])
-        self.rows = ReceivedRows(args_of(), limit, self.setup, self.recorder, "cpu", lambda: self.is_settled)
+        self.rows = ReceivedRows(
+            args_of(), LancetConfig(max_received_rows=limit), self.setup, self.recorder, "cpu", lambda: self.is_settled
+        )
 
     def step(self) -> None:
         def run() -> None:
@@ -142,7 +122,7 @@ class Run:
         self.rows.observe(run)
 
 
-def test_a_measured_bound_is_the_smallest_of_all_ranks_and_is_measured_once_behind_the_warm_up(monkeypatch):
+def test_smallest_bound_of_all_ranks_is_measured_once(monkeypatch):
     run = Run(monkeypatch, RowLimitChoice.AUTO, others_bound=107)
     run.is_settled = False
     run.step()

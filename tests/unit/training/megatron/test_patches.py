@@ -9,7 +9,7 @@ from megatron.training import training
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.megatron import seams, versions
-from megatron_lancet.training.megatron.patches import forward_backward_hook, train_step_hooks, training_loop_hooks
+from megatron_lancet.training.megatron.patches import train_step_hooks, training_loop_hooks
 
 
 def test_installed_megatron_has_all_seams():
@@ -108,23 +108,3 @@ def test_training_loop_hooks_run_also_at_an_exit_condition(monkeypatch, error):
 @pytest.mark.parametrize("error", [RuntimeError("lost a peer"), SystemExit()])
 def test_training_loop_hooks_end_nothing_after_a_failure(monkeypatch, error):
     assert loop_calls(monkeypatch, error) == ["before", "loop"]
-
-
-def test_forward_backward_hook_gets_megatrons_function_and_its_arguments(monkeypatch):
-    """Wherever it stands among the arguments of a step, whose others stay as they are."""
-
-    def train_step(data_iterator, model, forward_backward_func, iteration=None):
-        return forward_backward_func(data_iterator=data_iterator, model=model), iteration
-
-    def forward_backward(data_iterator, model):
-        return [next(data_iterator), model]
-
-    def twice(run, **call):
-        return run(**call) + run(**call)
-
-    monkeypatch.setattr(training, "train_step", train_step)
-    with forward_backward_hook(twice):
-        assert training.train_step(iter("abc"), "m", forward_backward) == (["a", "m", "b", "m"], None)
-        by_name = {"model": "m", "forward_backward_func": forward_backward, "iteration": 7}
-        assert training.train_step(iter("abc"), **by_name) == (["a", "m", "b", "m"], 7)
-    assert training.train_step is train_step

@@ -2,12 +2,12 @@
 
 import pytest
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.training.modelled_step.figures import Depth, LayerCounts, Variant
-from megatron_lancet.training.modelled_step.recording import BACKWARD, Recording
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, HostWaits, Kernel, Mark
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP, TURN_BEGINS, TURN_ENDS
+from megatron_lancet.lab.modelled_step.figures import Depth, LayerCounts, Variant
+from megatron_lancet.lab.modelled_step.recording import BACKWARD, Recording
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, HostWaits, Kernel, Mark
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP, TURN_BEGINS, TURN_ENDS
 
 DEVICE = DeviceModel(flops_per_s=1e6, link=Link(500.0)).with_launch_us(0)
 """One FLOP a microsecond."""
@@ -73,15 +73,15 @@ def depth_in_pairs(num_layers: int) -> Depth:
     return Depth(num_layers, step_in_pairs(num_layers, 4), step_in_pairs(num_layers, 3))
 
 
-def test_step_in_pairs_is_that_of_a_micro_batch_with_two_partners():
+def test_step_in_pairs_is_that_of_micro_batch_with_two_partners():
     step = Variant("plan", depth_in_pairs(2), depth_in_pairs(4)).step(DEVICE, 10)
     assert step.step_ms == pytest.approx(10 * 5)
     assert step.exposed_share == 0
 
 
-def test_ends_of_a_step_in_pairs_are_what_it_takes_beyond_its_micro_batches():
+def test_ends_of_a_step_in_pairs_are_the_rest_of_its_time():
     assert Variant("plan", depth_in_pairs(2), depth_in_pairs(4)).step(DEVICE, 10).ends_ms == pytest.approx(10 * 2 * 0.5)
 
 
-def test_layer_counts_in_pairs_are_those_of_one_micro_batch_by_pass():
+def test_layer_counts_in_pairs_are_of_one_micro_batch():
     assert Variant("plan", depth_in_pairs(2), depth_in_pairs(4)).counts() == LayerCounts(2, 1, 0, 0)

@@ -7,12 +7,14 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.causes.attribution import CausePart, StepCauses
-from megatron_lancet.planning.causes.replay import Cause
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.feature import RunFacts
+from megatron_lancet.lab.causes import watch as cause_watch
+from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
+from megatron_lancet.lab.causes.feature import CAUSES, CausesFlags
+from megatron_lancet.lab.causes.replay import Cause
+from megatron_lancet.lab.causes.text import CausesOfStep
+from megatron_lancet.lab.causes.watch import CauseWatch
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.observe import cause_watch
-from megatron_lancet.training.observe.cause_watch import CauseWatch, check_causes_interval
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def found(step: int, rows_ms: float) -> CausesOfStep:
     return CausesOfStep(step, StepCauses(200.0, rows_ms, parts, 0.0, 0.0))
 
 
-def test_a_lasting_change_is_said_once_with_its_step_and_the_first_window_too(written, capsys):
+def test_lasting_change_is_said_once_with_its_step(written, capsys):
     watch, _ = watch_of(10)
     for window in range(1, 41):
         watch.note(found(10 * window, 4.0 if window < 20 else 28.0))
@@ -81,7 +83,8 @@ def test_one_step_of_an_interval_is_traced(monkeypatch):
 
 
 def test_stock_modules_can_not_be_traced():
+    asked = LancetConfig(settings={CausesFlags: CausesFlags(causes_interval=5)})
     with pytest.raises(UsageError, match="--lancet-causes-interval 5 traces the overlapping block"):
-        check_causes_interval(LancetConfig(causes_interval=5), None)
-    check_causes_interval(LancetConfig(causes_interval=5), fixed_plan(2))
-    check_causes_interval(LancetConfig(), None)
+        CAUSES.check(RunFacts(None, asked, None))
+    CAUSES.check(RunFacts(None, asked, fixed_plan(2)))
+    CAUSES.check(RunFacts(None, LancetConfig(), None))

@@ -62,7 +62,7 @@ def figures(records) -> list[tuple[float, float]]:
     return [(record.step_ms, record.comm.exposed_ms) for record in records]
 
 
-def test_step_recorder_waits_for_a_step_when_the_next_is_launched(run):
+def test_step_recorder_waits_for_step_when_next_is_launched(run):
     for _ in range(4):
         run.step()
     assert run.device.log == ["step 1", "step 2", "wait", "step 3", "wait", "step 4", "wait"]
@@ -112,20 +112,3 @@ def test_step_recorder_writes_scalars_of_the_step_that_it_reads(monkeypatch):
     assert run.scalars == [(3.0, 2)]
     assert run.recorder.records  # as the report does
     assert run.scalars == [(3.0, 2), (5.0, 4)]
-
-
-def test_step_recorder_leaves_out_what_is_no_part_of_a_step(run):
-    """Neither its time nor its messages; of that step alone."""
-    launch = run._launch
-    for _ in range(2):
-        run.step()
-
-    def with_a_check(number: int) -> None:
-        run.recorder.leave_out(lambda: launch(50))
-        launch(number)
-
-    run._launch = with_a_check
-    run.step()
-    run._launch = launch
-    run.step()
-    assert figures(run.recorder.records) == [(2.0, 1.0), (3.0, 1.0), (4.0, 1.0), (5.0, 1.0)]

@@ -11,21 +11,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
 from megatron_lancet.training import spec
-from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
-from megatron_lancet.training.plan.support import overlap_blockers
-from megatron_lancet.training.platform.mock import mocked_world_of
 
 BOUND = LancetConfig(comm_sms=8)
 GPU = torch.device("cuda", 0)
@@ -96,7 +95,7 @@ def test_bound_on_sms_keeps_other_options_of_the_groups():
         ({"dp_cp": {"max_ctas": 16}}, None),
     ],
 )
-def test_bound_on_sms_must_agree_with_the_users_communicator_config(given, message):
+def test_bound_on_sms_must_agree_with_users_communicator_config(given, message):
     with bounded_expert_groups(8):
         if message is not None:
             with pytest.raises(UsageError, match=rf"--lancet-comm-sms 8 contradicts .*, {message}\. Drop one"):
@@ -109,7 +108,7 @@ def test_bound_on_sms_must_agree_with_the_users_communicator_config(given, messa
         assert others.config.max_ctas == 16
 
 
-def test_group_that_takes_options_from_elsewhere_is_a_missing_seam(monkeypatch):
+def test_group_that_takes_options_from_elsewhere_is_missing_seam(monkeypatch):
     monkeypatch.setattr(seams, "EXPERT_GROUPS", (*patches.EXPERT_GROUPS, "experts"))
     with pytest.raises(UsageError, match="NCCL's options of group experts in initialize_model_parallel"):
         seams.check_seams()
@@ -154,10 +153,9 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         distributed_backend="mock",
         world_size=4,
         distributed_timeout_minutes=1,
-        lancet_mock_link=Link(latency_us=1),
-        lancet_mock_node_link=None,
     )
-    with mocked_world_of(args, comm_sms):
+    flags = {MockFlags: MockFlags(mock_link=Link(latency_us=1))}
+    with mocked_world_of(args, LancetConfig(comm_sms=comm_sms, settings=flags)):
         assert dist.group.WORLD._link.num_sms == expected
 
 
@@ -183,21 +181,6 @@ def test_bound_on_sms_needs_a_torch_that_passes_it_to_nccl(monkeypatch, options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options))
     with pytest.raises(UsageError, match=r"has no ProcessGroupNCCL\.Options\(\)\.config\.max_ctas"):
         check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
-
-
-def test_bound_on_sms_is_at_least_one():
-    with pytest.raises(UsageError, match="--lancet-comm-sms expects at least 1, got 0"):
-        LancetConfig(comm_sms=0)
-
-
-def test_bound_on_sms_asks_for_the_overlap(monkeypatch):
-    """A run that can't overlap is refused, and does not fall back to stock modules."""
-    monkeypatch.setattr(
-        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
-    )
-    assert overlap_blockers(arguments(), LancetConfig()) != []
-    assert overlap_blockers(arguments(), BOUND) == []
-    assert LancetConfig(plan=PlanChoice.AUTO, comm_sms=8).explicit_plan_flags() == {}
 
 
 def test_bound_on_sms_has_profiles_of_its_own(monkeypatch):

@@ -19,7 +19,7 @@ from megatron_lancet.training.plan.connections import one_connection_note, wants
 
 
 @pytest.mark.parametrize("number", ["32", None])
-def test_validation_reads_one_connection_while_cuda_reads_the_users(monkeypatch, number):
+def test_validation_reads_one_connection_while_cuda_reads_users(monkeypatch, number):
     monkeypatch.delenv(CONNECTIONS, raising=False)
     if number is not None:
         monkeypatch.setenv(CONNECTIONS, number)
@@ -41,7 +41,7 @@ def test_validation_reads_one_connection_while_cuda_reads_the_users(monkeypatch,
         ("    args.sequence_parallel = False", "    os.environ['NCCL_PROTO'] = 'LL'", "leaves the environment"),
     ],
 )
-def test_validation_that_treats_connections_differently_is_a_missing_seam(stock, other, message):
+def test_other_validation_of_connections_is_a_missing_seam(stock, other, message):
     source = inspect.getsource
     assert stock in source(arguments.validate_args)
     with (
@@ -71,7 +71,7 @@ NO_FLAGS = {
         ({"overlap_moe_expert_parallel_comm": True}, False),
     ],
 )
-def test_connections_of_stock_modules_are_those_that_megatron_asserts(flags, wanted):
+def test_connections_of_stock_modules_are_megatrons(flags, wanted):
     args = argparse.Namespace(**NO_FLAGS | flags)
     assert wants_one_connection(args, LancetConfig(plan=PlanChoice.OFF)) == wanted
 

@@ -1,7 +1,6 @@
 """``--lancet-dispatch`` and Megatron's ``flex``: which runs may have which dispatch, and the lines that say why not."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,12 @@ from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
-from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import choose_run
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
@@ -43,33 +41,14 @@ def megatron_args(monkeypatch):
     """
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object, config: LancetConfig | None = None):
-        command = (
-            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
+        args = parsed(monkeypatch, "--num-layers=8", "--moe-router-topk=2", *changes)
         args.world_size = 8
         args.lancet_test_line = map_overlap_flags(args, config or LancetConfig())
-        set_as_validation_does(args)
         return args
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP), ("two-hop", Dispatch.TWO_HOP)],
-)
-def test_flag_takes_four_words(text, value):
-    assert config_from_words(["--lancet-dispatch", text]).dispatch is value
-    assert config_from_words([]).dispatch is None
-    with pytest.raises(UsageError, match="--lancet-dispatch: invalid choice: 'once'"):
-        config_from_words(["--lancet-dispatch", "once"])
 
 
 POSSIBLE = {
@@ -198,13 +177,11 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     assert str(refusal.value) == told
 
 
-def test_ranks_per_node_that_do_not_divide_the_ranks_are_refused_in_every_run(megatron_args):
+def test_ranks_per_node_that_do_not_divide_ranks_are_refused(megatron_args):
     told = r"^--lancet-ranks-per-node 3 does not divide the 8 ranks of the run: .*, or drop the flag\.$"
     for changes, plan in (([], PlanChoice.AUTO), ([], PlanChoice.OFF), (["--expert-model-parallel-size", 1], "auto")):
         with pytest.raises(UsageError, match=told):
             choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice(plan), ranks_per_node=3))
-    with pytest.raises(UsageError, match=r"--lancet-ranks-per-node expects at least 1, got 0\. Without the flag"):
-        config_from_words(["--lancet-ranks-per-node", "0"])
 
 
 def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp_path):
@@ -238,7 +215,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
-def test_dedup_is_excluded_with_a_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
+def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
     args = megatron_args(*changes)
     for config in (LancetConfig(), PLAIN):
         assert planning_limits(args, config).dispatches == (Dispatch.PLAIN,)
@@ -279,7 +256,7 @@ def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
         assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
 
 
-def test_plan_file_says_what_is_dispatched_and_contradicts_the_flag(megatron_args, tmp_path):
+def test_plan_file_says_what_is_dispatched_and_contradicts_flag(megatron_args, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(deduplicated(2)), None))
     args = megatron_args(*FLEX, config=LancetConfig(plan=path))
@@ -321,7 +298,7 @@ def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
     assert f"; dispatch is plain, because {reason}" in line
 
 
-def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args):
+def test_run_is_tuned_where_dispatch_is_all_there_is_to_choose(megatron_args):
     """Micro-batches of one sample that are not paired, and dWs at once."""
     args = megatron_args("--micro-batch-size", 1)
     only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
@@ -331,7 +308,7 @@ def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args
     assert choose_plan(args, replace(only, dispatch=Dispatch.DEDUP))[0] == deduplicated(1, DwPolicy.NONE)
 
 
-def test_tuned_plan_of_a_checkpoint_fits_runs_with_the_same_dispatches(megatron_args):
+def test_tuned_plan_of_checkpoint_fits_runs_with_same_dispatches(megatron_args):
     """The limits are part of what a tuned plan was made for."""
     args = megatron_args()
     found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), PLAIN, DEDUP)}

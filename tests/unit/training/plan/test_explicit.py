@@ -1,11 +1,10 @@
 """``--lancet-plan FILE``: which files a run takes, and the one line that refuses the others."""
 
 import dataclasses
-import sys
 
 import pytest
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.layers import LayerKind
@@ -14,30 +13,15 @@ from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.explicit import model_of_run, plan_from_file
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
-LAYERS_2_3 = Plan(
-    (Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE, OverlapRange.LAYER)), DwPolicy.FILL, dw_window=8
-)
+LAYERS_2_3 = Plan((Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE)), DwPolicy.FILL, dw_window=8)
 
 
 @pytest.fixture
 def megatron_args(monkeypatch):
     """Megatron's arguments for a run that can overlap, with changes."""
-    from megatron.training.arguments import parse_args
-
-    def make(*changes: object):
-        command = (
-            "--num-layers 3 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
-        set_as_validation_does(args)
-        return args
-
-    return make
+    return lambda *changes: parsed(monkeypatch, "--num-layers=3", "--moe-router-topk=2", *changes)
 
 
 @pytest.fixture
@@ -52,7 +36,7 @@ def written(tmp_path):
 
 def test_plan_file_that_fits_is_taken(megatron_args, written):
     args = megatron_args("--moe-layer-freq", "[0,1,1]")
-    made_for = model_of_run(args)
+    made_for = model_of_run(args, LancetConfig())
     assert (made_for.num_layers, made_for.moe_layers, made_for.seq_length, made_for.topk) == (3, "2-3", 32, 2)
     path = written(LAYERS_2_3, made_for)
     plan, line = choose_plan(args, LancetConfig(plan=path))
@@ -61,13 +45,13 @@ def test_plan_file_that_fits_is_taken(megatron_args, written):
 
 
 def test_moe_layer_pattern_of_every_second_layer(megatron_args):
-    assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
+    assert model_of_run(megatron_args("--moe-layer-freq", 2), LancetConfig()).moe_layers == "1, 3"
 
 
 def test_hybrid_plan_does_not_fit_a_gpt_with_as_many_layers(megatron_args, written):
     args = megatron_args("--hybrid-layer-pattern", "*E-", "--transformer-impl", "transformer_engine")
-    assert (model_of_run(args).moe_layers, model_of_run(args).pattern) == ("2", "*E-")
-    path = written(fixed_plan(2), model_of_run(args))
+    assert (model_of_run(args, LancetConfig()).moe_layers, model_of_run(args, LancetConfig()).pattern) == ("2", "*E-")
+    path = written(fixed_plan(2), model_of_run(args, LancetConfig()))
     plan, _ = choose_plan(args, LancetConfig(plan=path))
     assert plan == fixed_plan(2)
     with pytest.raises(UsageError, match=r"pattern is \*E- in the plan file, None in the run"):
@@ -93,7 +77,7 @@ def test_moe_layer_pattern_has_the_models_length(megatron_args):
     ],
 )
 def test_plan_file_for_another_run_is_refused(megatron_args, written, changes, difference):
-    path = written(fixed_plan(2), model_of_run(megatron_args()))
+    path = written(fixed_plan(2), model_of_run(megatron_args(), LancetConfig()))
     with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json was made for another model .*: .*" + difference):
         choose_plan(megatron_args(*changes), LancetConfig(plan=path))
 
@@ -182,20 +166,6 @@ def test_damaged_plan_file_is_refused_with_one_line(megatron_args, written):
         choose_plan(megatron_args(), LancetConfig(plan=path))
 
 
-def test_lancet_plan_flag_takes_words_and_paths(monkeypatch, tmp_path):
-    from megatron_lancet.training.arguments import parse
-
-    def parsed(text):
-        monkeypatch.setattr(sys, "argv", ["pretrain", "--lancet-plan", text])
-        return parse()[1].plan
-
-    assert (parsed("auto"), parsed("off")) == (PlanChoice.AUTO, PlanChoice.OFF)
-    (tmp_path / "plan.json").touch()
-    assert parsed(str(tmp_path / "plan.json")) == tmp_path / "plan.json"
-    with pytest.raises(UsageError, match=r"--lancet-plan expects auto, off or a plan file; there is no file atuo\."):
-        parsed("atuo")
-
-
 def test_limits_of_a_run_without_restrictions(megatron_args):
     limits = planning_limits(megatron_args(), LancetConfig())
     assert limits.num_chunks is None
@@ -207,10 +177,10 @@ def test_limits_of_a_run_without_restrictions(megatron_args):
 
 def test_limits_follow_the_flags(megatron_args):
     config = LancetConfig(
-        num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.LAYER, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
+        num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.GATE, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
     )
     limits = planning_limits(megatron_args(), config)
-    assert (limits.num_chunks, limits.chunk_dims, limits.ranges) == ((4,), (ChunkDim.SEQUENCE,), (OverlapRange.LAYER,))
+    assert (limits.num_chunks, limits.chunk_dims, limits.ranges) == ((4,), (ChunkDim.SEQUENCE,), (OverlapRange.GATE,))
     assert (limits.dw_policies, limits.dw_memory_bytes) == ((DwPolicy.FILL,), 2_000_000)
 
 
@@ -221,12 +191,13 @@ def test_limits_have_what_the_run_does_not_allow(megatron_args):
 
     args = megatron_args("--context-parallel-size", 2)
     batch = planning_limits(args, LancetConfig())
-    assert (batch.chunk_dims, len(batch.ranges)) == ((ChunkDim.BATCH,), 4)
+    assert (batch.chunk_dims, len(batch.ranges)) == ((ChunkDim.BATCH,), 3)
     assert batch.excluded[0].reason == "they do not work with --context-parallel-size"
-    # One sample can only be cut along the sequence: then the ranges with attention go.
+    # One sample can only be cut along the sequence: then the range with attention is excluded.
     alone = planning_limits(megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1), LancetConfig())
     assert alone.ranges == (OverlapRange.EXPERTS, OverlapRange.GATE)
     assert ChunkDim.SEQUENCE in alone.chunk_dims
+    assert [one.what for one in alone.excluded if "sequence chunks" in one.reason] == ["range=stack"]
     with pytest.raises(UsageError, match="--lancet-chunk-dim sequence does not work with --context-parallel-size"):
         planning_limits(args, LancetConfig(chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.STACK))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import fixed_plan, paired
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags, refuse_mapped_flags
@@ -42,9 +42,23 @@ def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
     assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert args.wgrad_deferral_limit == 0
     assert choose_plan(args, LancetConfig())[0] == paired(fixed_plan(2))
-    one = parsed("--moe-token-dispatcher-type alltoall --delay-wgrad-compute")
-    line = map_overlap_flags(one, LancetConfig(plan=Path("plan.json")))
-    assert line == "the plan does what --delay-wgrad-compute asks for"
+
+
+@pytest.mark.parametrize(
+    ("flag", "config", "may_pair"),
+    [
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(), True),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(pairing=PairingChoice.ON), False),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(pairing=PairingChoice.OFF), False),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(plan=Path("plan.json")), False),
+        ("--delay-wgrad-compute", LancetConfig(), False),
+        ("--delay-wgrad-compute", LancetConfig(plan=Path("plan.json")), False),
+    ],
+)
+def test_line_of_the_mapping_says_that_the_plan_may_pair(parsed, flag, config, may_pair):
+    line = map_overlap_flags(parsed(f"--moe-token-dispatcher-type alltoall {flag}"), config)
+    more = ", and may run backwards beside forwards" if may_pair else ""
+    assert line == f"the plan does what {flag} asks for{more}"
 
 
 def test_other_dispatchers_become_all_to_alls(parsed):
@@ -64,7 +78,7 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     assert "allgather runs as" in str(map_overlap_flags(by_default, LancetConfig()))
 
 
-def test_fused_permutation_stays_where_transformer_engine_has_its_kernels(parsed, monkeypatch):
+def test_fused_permutation_stays_where_te_has_its_kernels(parsed, monkeypatch):
     args = parsed("--moe-token-dispatcher-type alltoall --moe-permute-fusion")
     for name in vars(moe_utils):
         if re.fullmatch("fused_(permute|unpermute|permute_with_probs|sort_chunks_by_index(_with_probs)?)", name):
@@ -100,7 +114,7 @@ def test_padding_of_the_router_is_left_to_the_experts(parsed):
     assert without_fp8.moe_router_padding_for_fp8
 
 
-def test_flag_mapping_keeps_context_parallelism_of_transformer_engine(parsed):
+def test_flag_mapping_keeps_context_parallelism_of_te(parsed):
     words = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
     args = parsed(f"--moe-token-dispatcher-type alltoall --transformer-impl transformer_engine {words}")
     assert map_overlap_flags(args, LancetConfig()) is None
@@ -114,7 +128,7 @@ def test_flag_mapping_of_nothing_is_silent(parsed):
     assert vars(args) == before
 
 
-def test_overlap_flags_that_cannot_be_mapped_any_more_are_refused(parsed):
+def test_overlap_flags_that_come_too_late_are_refused(parsed):
     args = parsed("--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap")
     with pytest.raises(
         UsageError, match=r"can't be mapped \(the plan does what --moe-shared-expert-overlap asks for\)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 
-from megatron_lancet.config import BinsChoice, LancetConfig
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.training.megatron import gpt_data
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
@@ -117,12 +117,12 @@ def batch(monkeypatch):
     return batch
 
 
-@pytest.mark.parametrize("bins", [None, BinsChoice.PADDED])
-def test_step_returns_megatrons_schedule_with_the_inputs_of_its_forward(batch, bins):
+@pytest.mark.parametrize("by_document", [False, True])
+def test_step_returns_megatrons_schedule_with_its_inputs(batch, by_document):
     """Megatron makes the same call with CUDA graphs and FSDP, which no test machine runs."""
     model = _Model()
-    output, _ = gpt_data.forward_step(iter([]), model, bins=bins)
-    schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, bins=bins)
+    output, _ = gpt_data.forward_step(iter([]), model, by_document=by_document)
+    schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, by_document=by_document)
     assert isinstance(output, torch.Tensor)
     assert isinstance(schedule, _Schedule)
     (first, *inputs), (second, *same_inputs) = model.calls

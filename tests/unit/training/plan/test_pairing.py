@@ -1,8 +1,5 @@
 """``--lancet-pairing``: which runs may run backwards beside forwards, and the lines that say why others don't."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
@@ -10,11 +7,10 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import CommPriority
-from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 ON, OFF = LancetConfig(pairing=PairingChoice.ON), LancetConfig(pairing=PairingChoice.OFF)
 PRIORITY = {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}
@@ -27,28 +23,13 @@ TE = ["--transformer-impl", "transformer_engine"]
 @pytest.fixture
 def megatron_args(monkeypatch):
     """Megatron's arguments for a run that can pair, 4 micro-batches of 4 samples on 2 data-parallel ranks."""
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object):
-        command = (
-            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
+        args = parsed(monkeypatch, "--num-layers=8", *changes)
         map_overlap_flags(args, LancetConfig())
-        set_as_validation_does(args)
         return args
 
     return make
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", None), ("on", PairingChoice.ON), ("off", PairingChoice.OFF)])
-def test_flag_takes_three_words(text, value):
-    assert config_from_words(["--lancet-pairing", text]).pairing is value
-    assert config_from_words([]).pairing is None
-    with pytest.raises(UsageError, match="--lancet-pairing: invalid choice: 'yes'"):
-        config_from_words(["--lancet-pairing", "yes"])
 
 
 PAIRABLE = {
@@ -81,7 +62,7 @@ PAIRABLE = {
 
 
 @pytest.mark.parametrize("changes", PAIRABLE.values(), ids=PAIRABLE.keys())
-def test_auto_may_pair_and_on_pairs(megatron_args, changes):
+def test_auto_may_pair_on_pairs_and_off_does_not(megatron_args, changes):
     args = megatron_args(*changes)
     assert planning_limits(args, LancetConfig()).pairing == (False, True)
     assert planning_limits(args, ON).pairing == (True,)
@@ -91,16 +72,10 @@ def test_auto_may_pair_and_on_pairs(megatron_args, changes):
     plan, line = choose_plan(args, ON)
     assert plan == paired(unpaired)
     assert line.startswith(f"{unpaired} paired")
-
-
-@pytest.mark.parametrize("changes", PAIRABLE.values(), ids=PAIRABLE.keys())
-def test_off_never_pairs(megatron_args, changes):
-    args = megatron_args(*changes)
     limits = planning_limits(args, OFF)
-    assert limits.pairing == (False,)
-    assert all(one.what != "pairing" for one in limits.excluded)
+    assert (limits.pairing, [one for one in limits.excluded if one.what == "pairing"]) == ((False,), [])
     plan, line = choose_plan(args, OFF)
-    assert not plan.is_paired
+    assert plan == unpaired
     assert "paired" not in line
 
 
@@ -216,7 +191,7 @@ def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, chang
     assert plan == paired(fixed_plan(1, DwPolicy.NONE, overlap_range=overlap_range))
 
 
-def test_megatrons_flag_pairs_fixed_plans_and_lets_tuned_ones_choose(megatron_args):
+def test_megatrons_flag_pairs_fixed_plans_not_tuned_ones(megatron_args):
     args = megatron_args("--overlap-moe-expert-parallel-comm")
     assert not args.overlap_moe_expert_parallel_comm
     for config in (LancetConfig(), LancetConfig(num_chunks=4)):
@@ -229,27 +204,10 @@ def test_megatrons_flag_pairs_fixed_plans_and_lets_tuned_ones_choose(megatron_ar
 
 
 @pytest.mark.parametrize("changes", [PIPELINE, ONE_MICRO_BATCH])
-def test_megatrons_flag_leaves_an_unpaired_plan_where_pairing_cannot_be(megatron_args, changes):
+def test_megatrons_flag_pairs_nothing_where_it_is_impossible(megatron_args, changes):
     plan, line = choose_plan(megatron_args("--overlap-moe-expert-parallel-comm", *changes), LancetConfig())
     assert plan == fixed_plan(2)
     assert "; not paired, because " in line
-
-
-def test_line_of_the_mapping_says_that_the_plan_may_pair(monkeypatch):
-    from megatron.training.arguments import parse_args
-
-    def line(words: str, config: LancetConfig) -> str | None:
-        command = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *words.split()])
-        return map_overlap_flags(parse_args(ignore_unknown_args=True), config)
-
-    asked = "the plan does what --overlap-moe-expert-parallel-comm asks for"
-    assert (
-        line("--overlap-moe-expert-parallel-comm", LancetConfig()) == f"{asked}, and may run backwards beside forwards"
-    )
-    for config in (ON, OFF, LancetConfig(plan=Path("plan.json"))):
-        assert line("--overlap-moe-expert-parallel-comm", config) == asked
-    assert line("--delay-wgrad-compute", LancetConfig()) == "the plan does what --delay-wgrad-compute asks for"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Which runs get a plan, and which are refused with the line that says what to drop."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,15 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 
 @pytest.fixture
 def megatron_args(monkeypatch):
     """Megatron's arguments for a run that can overlap, with changes."""
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object, **attributes: object):
-        command = (
-            "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --transformer-impl local "
-            "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0 --seq-length 32"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
-        set_as_validation_does(args)
+        args = parsed(monkeypatch, *changes)
         vars(args).update(attributes)
         return args
 
@@ -74,7 +66,7 @@ def test_plan_off_selects_no_plan(megatron_args):
 
 
 @pytest.mark.parametrize("experts", [2, 1], ids=["plan off", "no all-to-all"])
-def test_stock_modules_say_that_they_have_the_fused_attention_that_is_asked_for(megatron_args, experts):
+def test_stock_modules_name_the_fused_attention(megatron_args, experts):
     args = megatron_args("--expert-model-parallel-size", experts)
     choice = PlanChoice.OFF if experts > 1 else PlanChoice.AUTO
     for attention, is_named in (
@@ -144,7 +136,7 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
 
 
-def test_sequence_chunks_without_attention_work_with_context_parallelism(megatron_args):
+def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
     args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
     gate = LancetConfig(range=OverlapRange.GATE)
     assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
@@ -161,7 +153,7 @@ def test_sequence_chunks_without_attention_work_with_context_parallelism(megatro
         ["--moe-input-jitter-eps", 0.1],
     ],
 )
-def test_routing_of_whole_micro_batches_narrows_the_range_with_a_note(megatron_args, changes):
+def test_routing_of_whole_micro_batches_narrows_range_with_note(megatron_args, changes):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
     assert f"chunks start after the gate, because {changes[0]}" in line
@@ -229,13 +221,13 @@ FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "unif
         ),
     ],
 )
-def test_chunks_keep_the_multiple_that_fp8_wants_and_the_line_says_so(megatron_args, changes, chunks, note):
+def test_chunks_keep_multiple_that_fp8_wants_and_line_says_so(megatron_args, changes, chunks, note):
     plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), LancetConfig())
     assert plan == fixed_plan(2, **chunks)
     assert line == "; ".join([str(plan), *([f"--fp8-recipe {note}"] if note else [])])
 
 
-def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args):
+def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
     args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
     plan, line = choose_plan(args, LancetConfig())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
@@ -270,78 +262,55 @@ REFUSED: list[tuple[list, str]] = [
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
     (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
+    (["--tensor-parallel-num-weight-shards", 2], "tensor-parallel-num-weight-shards 2 "),
+    (["--expert-tensor-parallel-num-weight-shards", 2], "expert-tensor-parallel-num-weight-shards 2 "),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
-def test_unsupported_settings_are_refused(megatron_args, changes, message):
-    with pytest.raises(UsageError, match=message) as refusal:
-        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
-    assert "--lancet-plan off" in str(refusal.value)
-    assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
-def test_unsupported_settings_without_requested_overlap_keep_stock_with_a_reason(megatron_args, changes, message):
-    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+def test_unsupported_settings_keep_stock_with_a_reason(megatron_args, changes, message):
+    args = megatron_args(*changes)
+    plan, line = choose_plan(args, LancetConfig())
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
     assert re.search(message, line)
-    for wish in ({"range": OverlapRange.LAYER}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
-        with pytest.raises(UsageError, match=message):
-            choose_plan(megatron_args(*changes), LancetConfig(**wish))
+    wishes = {"num_chunks": 2, "range": OverlapRange.GATE, "dw_policy": DwPolicy.NONE, "profile": Path("p.json")}
+    for wish, value in wishes.items():
+        with pytest.raises(UsageError, match=message) as refusal:
+            choose_plan(args, LancetConfig(**{wish: value}))
+        assert "--lancet-plan off" in str(refusal.value)
+    assert choose_plan(args, LancetConfig(plan=PlanChoice.OFF))[0] is None
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"])
-def test_weight_shards_are_refused(megatron_args, flag):
-    with pytest.raises(UsageError, match=r"tensor-parallel-num-weight-shards 2 .*--lancet-plan off"):
-        choose_plan(megatron_args(flag, 2), LancetConfig(num_chunks=2))
-
-
-LAYOUTS = {
-    "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
-    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
-    "context": ["--context-parallel-size", 2],
-    "pipeline": ["--pipeline-model-parallel-size", 2],
-    "interleaved": ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
-    "one micro-batch per step": ["--global-batch-size", 4],
-}
-
-
-@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_parallel_layouts_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
+SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules"]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "moe", "shared_experts"],
+        SEQUENCE_PARALLEL,
+        [*SEQUENCE_PARALLEL, "--expert-tensor-parallel-size", 2],
+        ["--context-parallel-size", 2],
+        ["--pipeline-model-parallel-size", 2],
+        ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
+        ["--global-batch-size", 4],
+        [*SELECTIVE, "core_attn", "mlp", "moe", "shared_experts"],
         FULL_RECOMPUTE,
-    ],
-    ids=["selective", "full"],
-)
-def test_recompute_settings_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
-        ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
-        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "mla_up_proj"],
-        ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mla_up_proj", "moe_act"],
-        [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
-        ["--fp4-format", "e2m1", "--seq-length", 128],
-        ["--context-parallel-size", 2, "--cp-comm-type", "a2a"],
+        [*TE, "--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
+        [*TE, "--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
+        [*TE, *FP8, *SELECTIVE, "core_attn", "moe", "mla_up_proj"],
+        [*TE, *SELECTIVE, "layernorm", "mla_up_proj", "moe_act"],
+        [*TE, *FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
+        [*TE, "--fp4-format", "e2m1", "--seq-length", 128],
+        [*TE, "--context-parallel-size", 2, "--cp-comm-type", "a2a"],
     ],
     ids=lambda changes: " ".join(map(str, changes)),
 )
-def test_layers_of_transformer_engine_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*TE, *changes), LancetConfig())[0] == fixed_plan(2)
+def test_layouts_and_settings_that_get_a_plan(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
 
 
-def test_fused_attention_of_torch_is_refused_with_transformer_engine(megatron_args):
+def test_fused_attention_of_torch_is_refused_with_te(megatron_args):
     with pytest.raises(UsageError, match="--lancet-attention sdpa is for local layers: Transformer Engine's"):
         choose_plan(megatron_args(*TE), LancetConfig(attention=AttentionChoice.SDPA))

@@ -1,15 +1,19 @@
 """The table of unsupported flags: each entry is one of Megatron's flags and reads the argument that the flag sets."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.plan import support
 from megatron_lancet.training.plan.support import (
     OTHER_TASKS,
     RETIRED,
     UNSUPPORTED,
     Unsupported,
+    overlap_blockers,
     refuse_other_tasks,
     unsupported,
 )
@@ -27,7 +31,7 @@ def parsed(parser, *words: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("entry", [*UNSUPPORTED, *RETIRED, *OTHER_TASKS], ids=lambda entry: entry.flags)
-def test_unsupported_flag_is_megatrons_and_its_argument_has_its_name(parser, entry):
+def test_unsupported_flag_is_megatrons_with_its_argument(parser, entry):
     for flag in entry.flags.split():
         action = parser._option_string_actions[flag]
         assert entry.refused is not None or action.dest == flag.removeprefix("--").replace("-", "_")
@@ -68,3 +72,23 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
     with pytest.raises(UsageError, match=message):
         refuse_other_tasks(parsed(parser, *words))
     refuse_other_tasks(parsed(parser))
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"comm_sms": 8},
+        {"max_received_rows": 8},
+        {"locality_loss_coeff": 0.01, "ranks_per_node": 2},
+        {"expert_placement": Path("placement.json")},
+        {"rebalance_interval": 10},
+    ],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_flags_that_need_the_overlap_have_no_stock_fallback(monkeypatch, wish):
+    """A run that can't overlap is refused, and does not fall back to stock modules."""
+    monkeypatch.setattr(support, "unsupported", lambda args, validated: [("--some-flag", "drop it")])
+    args = argparse.Namespace(expert_model_parallel_size=2)
+    assert overlap_blockers(args, LancetConfig()) != []
+    assert overlap_blockers(args, LancetConfig(**wish)) == []
+    assert LancetConfig(**wish).explicit_plan_flags() == {}

@@ -1,22 +1,18 @@
-"""``--lancet-tiles`` and ``--lancet-own-rows``: what they set, and where tiles are refused."""
+"""``--lancet-tiles``: the plans that it allows, and where tiles are refused."""
 
 import dataclasses
 import json
-import sys
 
 import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import Dispatch, OwnRows, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
-from tests.unit.training.validated import set_as_validation_does
-
-AFTER = OwnRows.AFTER
+from tests.unit.training.validated import parsed
 
 
 @pytest.fixture
@@ -24,18 +20,10 @@ def megatron_args(monkeypatch):
     """Megatron's arguments for a run on 8 ranks with experts on two of them."""
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object):
-        command = (
-            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
+        args = parsed(monkeypatch, "--num-layers=8", "--moe-router-topk=2", *changes)
         args.world_size = 8
-        set_as_validation_does(args)
         return args
 
     return make
@@ -47,9 +35,8 @@ def megatron_args(monkeypatch):
         ({"num_chunks": 1}, fixed_plan(1)),
         ({"num_chunks": 1, "tiles": 0}, fixed_plan(1)),
         ({"num_chunks": 1, "tiles": 2}, fixed_plan(1, tiles=2)),
-        ({"num_chunks": 2, "tiles": 1, "own_rows": AFTER}, fixed_plan(2, tiles=1, own_rows=AFTER)),
-        ({"tiles": 4, "own_rows": AFTER}, fixed_plan(2, tiles=4, own_rows=AFTER)),
-        ({"own_rows": AFTER}, fixed_plan(2)),
+        ({"num_chunks": 2, "tiles": 1}, fixed_plan(2, tiles=1)),
+        ({"tiles": 4}, fixed_plan(2, tiles=4)),
     ],
 )
 def test_fixed_plans_have_the_tiles_that_are_asked_for(megatron_args, wishes, expected):
@@ -62,12 +49,13 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     args = megatron_args()
 
     def limits(**wishes):
-        found = planning_limits(args, LancetConfig(**wishes))
-        return found.tiles, found.own_rows, sum(plan.has_tiles for plan in plans_within(args, found))
+        config = LancetConfig(**wishes)
+        found = planning_limits(args, config)
+        return found.tiles, sum(plan.has_tiles for plan in plans_within(args, config, found))
 
-    assert limits() == (None, Limits.own_rows, 1)
-    assert limits(tiles=0) == ((0,), Limits.own_rows, 0)
-    assert limits(tiles=3, own_rows=OwnRows.BEFORE) == ((3,), (OwnRows.BEFORE,), 1)
+    assert limits() == (None, 1)
+    assert limits(tiles=0) == ((0,), 0)
+    assert limits(tiles=3) == ((3,), 1)
     assert is_tuned(args, LancetConfig(tiles=3))
 
 
@@ -98,8 +86,6 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, wish
     ("wishes", "message"),
     [
         ({"plan": PlanChoice.OFF, "tiles": 2}, "--lancet-tiles 2 needs the overlapping block"),
-        ({"own_rows": AFTER, "tiles": 0}, "--lancet-own-rows after is for rows that go in tiles, but --lancet-tiles 0"),
-        ({"own_rows": AFTER, "num_chunks": 1}, "Pass --lancet-tiles N, or drop the flag"),
     ],
 )
 def test_contradictions_are_refused(megatron_args, wishes, message):
@@ -129,17 +115,7 @@ def test_one_expert_parallel_rank_has_no_tiles(megatron_args):
 
 
 def test_plan_files_keep_tiles():
-    plan = fixed_plan(1, tiles=2, own_rows=AFTER)
+    plan = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
     assert json.loads(plan.to_json())["segments"][0]["tiles"] == 2
     assert "tiles" not in json.loads(fixed_plan(1).to_json())["segments"][0]
     assert type(plan).from_json(plan.to_json()) == plan
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", None), ("0", 0), ("4", 4)])
-def test_number_of_tiles_is_read(text, value):
-    assert LancetConfig.__dataclass_fields__["tiles"].metadata["flag"].value_of(text) == value
-
-
-def test_other_words_than_auto_are_refused():
-    with pytest.raises(UsageError, match="--lancet-tiles expects auto, or a number of tiles"):
-        LancetConfig.__dataclass_fields__["tiles"].metadata["flag"].value_of("many")

@@ -9,7 +9,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.schedule.wire import RowFormat, Wire
 from megatron_lancet.training.plan.support import overlap_blockers
 from megatron_lancet.training.plan.wire import choose_wire, wire_note
 
@@ -23,15 +23,15 @@ def arguments(**changes: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("op", "in_fp8_run"),
     [
-        ("L1.c0.F.dispatch", Wire.FP8),
-        ("L1.c0.F.combine", Wire.BF16),
-        ("L1.c0.I.combine", Wire.BF16),
-        ("L1.c0.I.dispatch", Wire.BF16),
+        ("L1.c0.F.dispatch", RowFormat.FP8),
+        ("L1.c0.F.combine", RowFormat.BF16),
+        ("L1.c0.I.combine", RowFormat.BF16),
+        ("L1.c0.I.dispatch", RowFormat.BF16),
     ],
 )
 def test_only_forward_dispatches_are_in_fp8(op, in_fp8_run):
     assert Wire.FP8.of_message(Op.parse(op)) is in_fp8_run
-    assert {wire.of_message(Op.parse(op)) for wire in (Wire.EXACT, Wire.BF16)} == {Wire.EXACT, Wire.BF16}
+    assert Wire.EXACT.of_message(Op.parse(op)) is RowFormat.EXACT
 
 
 def test_messages_are_exact_unless_the_user_asks():
@@ -43,23 +43,20 @@ def test_messages_are_exact_unless_the_user_asks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_narrower_format_is_taken_and_said(dtype):
     assert choose_wire(arguments(params_dtype=dtype), LancetConfig(wire=Wire.FP8), PLAN) is Wire.FP8
-    assert choose_wire(arguments(), LancetConfig(wire=Wire.BF16), PLAN) is Wire.BF16
-    assert wire_note(Wire.BF16).startswith("; wire=bf16: hidden states are rounded in messages")
+    assert wire_note(Wire.FP8).startswith("; wire=fp8: hidden states are rounded in messages")
 
 
 @pytest.mark.parametrize(
-    ("wire", "changes", "plan", "message"),
+    ("changes", "plan", "message"),
     [
-        (Wire.BF16, {"expert_model_parallel_size": 1}, PLAN, r"--expert-model-parallel-size is 1 and none are sent"),
-        (Wire.FP8, {"expert_model_parallel_size": 1}, None, r"--lancet-wire fp8 narrows .* none are sent"),
-        (Wire.FP8, {}, None, r"stock Megatron modules, whose all-to-alls stay .* Drop it, or --lancet-plan off"),
-        (Wire.BF16, {"params_dtype": torch.bfloat16}, PLAN, r"change nothing: with --bf16 .* 16 bits.*or pass fp8"),
-        (Wire.BF16, {"params_dtype": torch.float16}, PLAN, r"change nothing: with --fp16"),
+        ({"expert_model_parallel_size": 1}, PLAN, r"--expert-model-parallel-size is 1 and none are sent"),
+        ({"expert_model_parallel_size": 1}, None, r"--lancet-wire fp8 narrows .* none are sent"),
+        ({}, None, r"stock Megatron modules, whose all-to-alls stay .* Drop it, or --lancet-plan off"),
     ],
 )
-def test_a_format_that_would_change_nothing_is_refused(wire, changes, plan, message):
+def test_a_format_that_would_change_nothing_is_refused(changes, plan, message):
     with pytest.raises(UsageError, match=message):
-        choose_wire(arguments(**changes), LancetConfig(wire=wire), plan)
+        choose_wire(arguments(**changes), LancetConfig(wire=Wire.FP8), plan)
 
 
 def test_a_narrow_format_asks_for_the_overlap(monkeypatch):

@@ -98,7 +98,7 @@ def test_cpu_platform_accepts_flags_of_a_gpu_script(gpu_script):
 
 
 @pytest.mark.parametrize("has_apex", [True, False])
-def test_cpu_platform_keeps_settings_of_transformer_engine_where_it_is_installed(gpu_script, has_apex):
+def test_cpu_platform_keeps_settings_of_te_where_it_is_installed(gpu_script, has_apex):
     fp8 = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
     with replaced(megatron_te, "HAVE_TE", True), replaced(layers, "_grad_accum_fusion_available", has_apex):
         args = gpu_script(*fp8, "--tp-comm-overlap", "--moe-permute-fusion")

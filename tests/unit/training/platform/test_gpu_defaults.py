@@ -50,7 +50,7 @@ def missing(switched: set[str], defaults: dict[str, cases.Default]) -> set[str]:
 
 
 @pytest.mark.parametrize("has_te", [False, True])
-def test_every_setting_of_a_cpu_run_has_a_comparison_with_stock_or_a_reason(monkeypatch, has_te):
+def test_every_cpu_setting_is_compared_with_stock_or_explained(monkeypatch, has_te):
     switched = switched_off(monkeypatch, has_te)
     assert switched >= _CPU_SETTINGS.keys() | {"attention_backend"}
     assert missing(switched, DEFAULTS) == set()

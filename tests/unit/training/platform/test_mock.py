@@ -1,19 +1,17 @@
 """Which runs can be mocked, and what the others are told."""
 
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.link import Link
+from megatron_lancet.feature import RunFacts
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.run import MOCKED_WORLD, MockFlags, mocked_world_of
 from megatron_lancet.training import arguments
-from megatron_lancet.training.platform.mock import (
-    check_mock_arguments,
-    describe_mocked_world,
-    is_mocked,
-    mocked_world_of,
-)
+from megatron_lancet.training.platform.launcher import is_mocked
 
 ALL_TO_ALL = ("--expert-model-parallel-size", 8, "--moe-token-dispatcher-type", "alltoall")
 MOCK = ("--distributed-backend", "mock")
@@ -28,50 +26,52 @@ def parsed(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *map(str, words)])
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return arguments.parse()[0]
+        return arguments.parse([MOCKED_WORLD])
 
     return parse
 
 
 def test_mock_flags_describe_the_mocked_world(parsed):
-    args = parsed(*MOCK, "--lancet-mock-link", "20:12.5", WORLD_SIZE="8")
+    args, config = parsed(*MOCK, "--lancet-mock-link", "20:12.5", WORLD_SIZE="8")
     assert is_mocked(args)
-    check_mock_arguments(args)
-    assert args.lancet_mock_link == Link(20, 12.5)
-    assert "rank 0 of 8, link 20 us, 12.5 GB/s" in describe_mocked_world(args)
-    with mocked_world_of(args):
+    MOCKED_WORLD.check_arguments(args, config)
+    assert config.of(MockFlags).mock_link == Link(20, 12.5)
+    assert "rank 0 of 8, link 20 us, 12.5 GB/s" in next(MOCKED_WORLD.announce(RunFacts(args, config, None)))
+    with mocked_world_of(args, config):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "mock")
-        assert is_mocked(parsed(*MOCK))  # Megatron parses again
+        assert is_mocked(parsed(*MOCK)[0])  # Megatron parses again
     assert not dist.is_initialized()
 
 
 def test_mock_leaves_other_backends_to_megatron(parsed):
-    args = parsed("--distributed-backend", "gloo")
-    check_mock_arguments(args)
-    with mocked_world_of(args):
+    args, config = parsed("--distributed-backend", "gloo")
+    MOCKED_WORLD.check_arguments(args, config)
+    with ExitStack() as stack:
+        MOCKED_WORLD.enter(RunFacts(args, config, None), stack)
         assert not dist.is_initialized()
 
 
 def test_mock_link_needs_the_mock_backend(parsed):
     with pytest.raises(UsageError, match=r"--lancet-mock-link .*pass --distributed-backend mock, or drop it"):
-        check_mock_arguments(parsed("--lancet-mock-link", "20:25"))
+        MOCKED_WORLD.check_arguments(*parsed("--lancet-mock-link", "20:25"))
 
 
 def test_groups_inside_a_node_have_a_link_of_their_own(parsed):
     nodes = ("--lancet-ranks-per-node", 4, "--lancet-mock-node-link", "0:200")
-    args = parsed(*MOCK, *nodes, "--lancet-mock-link", "1e12:25", WORLD_SIZE="8")
-    check_mock_arguments(args)
-    assert "link 1e+12 us, 25 GB/s (0 us, 200 GB/s inside a node)" in describe_mocked_world(args)
-    with mocked_world_of(args):
+    args, config = parsed(*MOCK, *nodes, "--lancet-mock-link", "1e12:25", WORLD_SIZE="8")
+    MOCKED_WORLD.check_arguments(args, config)
+    (line,) = MOCKED_WORLD.announce(RunFacts(args, config, None))
+    assert "link 1e+12 us, 25 GB/s (0 us, 200 GB/s inside a node)" in line
+    with mocked_world_of(args, config):
         inside, between = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 4])
         dist.barrier(inside)  # returns
         assert not dist.barrier(between, async_op=True).is_completed()
     with pytest.raises(
         UsageError, match=r"--lancet-mock-node-link is the link inside a node: pass --lancet-ranks-per-"
     ):
-        check_mock_arguments(parsed(*MOCK, *nodes[2:]))
+        MOCKED_WORLD.check_arguments(*parsed(*MOCK, *nodes[2:]))
     with pytest.raises(UsageError, match=r"--lancet-mock-node-link .*pass --distributed-backend mock, or drop it"):
-        check_mock_arguments(parsed(*nodes))
+        MOCKED_WORLD.check_arguments(*parsed(*nodes))
 
 
 def test_faulty_mock_link_is_refused(parsed):
@@ -83,7 +83,7 @@ def test_faulty_mock_link_is_refused(parsed):
 @pytest.mark.parametrize("environment", [{"RANK": "1", "WORLD_SIZE": "8"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}])
 def test_mock_run_refuses_several_processes(parsed, environment):
     with pytest.raises(UsageError, match="start it without torchrun"):
-        check_mock_arguments(parsed(*MOCK, **environment))
+        MOCKED_WORLD.check_arguments(*parsed(*MOCK, **environment))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_mock_run_refuses_several_processes(parsed, environment):
     ids=lambda words: words[0],
 )
 def test_mock_refuses_flags_that_it_cannot_imitate(parsed, words):
-    args = parsed(*MOCK, *ALL_TO_ALL, *words, WORLD_SIZE="8")
+    args, config = parsed(*MOCK, *ALL_TO_ALL, *words, WORLD_SIZE="8")
     with pytest.raises(
         UsageError, match=rf"{words[0]}( \w+)? does not work with --distributed-backend mock: .*Change it"
     ):
-        check_mock_arguments(args)
+        MOCKED_WORLD.check_arguments(args, config)
     args.distributed_backend = "gloo"
-    check_mock_arguments(args)
+    MOCKED_WORLD.check_arguments(args, config)

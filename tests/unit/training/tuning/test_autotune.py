@@ -130,7 +130,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     assert run.args.lancet_tuned_plan is None
 
 
-def test_autotune_verifies_a_plan_that_only_pairs_and_a_resumed_run_takes_it(capsys, monkeypatch):
+def test_autotune_verifies_a_plan_that_only_pairs(capsys, monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: Planned(PAIRED, StepEstimate(72.0, 3.0), "scripted", {}))
     run = Run()
     assert run.steps(3 + 4 + 2 + 2 + 4)[-6:] == [PAIRED] * 6
@@ -147,7 +147,7 @@ def test_autotune_survives_a_failing_planner(capsys):
     assert run.tuner.summary()["how"] == "no plan was found: the profile has no all-to-all times"
 
 
-def test_autotune_runs_the_checkpoints_plan_at_once_and_saves_it_again(capsys):
+def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
     run = Run(train_iters=5, saved=SAVED.to_json())
     assert run.steps(8) == [PROFILED] * 8
     assert lines(capsys)[0] == (

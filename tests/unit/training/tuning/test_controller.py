@@ -107,7 +107,7 @@ def test_plan_that_looked_slow_is_taken_after_remeasuring():
     assert (tuning.prediction, tuning.remark) == (StepEstimate(150.0, 10.0), "")
 
 
-def test_faster_of_two_plans_that_looked_slow_is_taken_after_remeasuring():
+def test_faster_of_two_slow_plans_is_taken_after_remeasuring():
     tuning = verifying(profiled={"four": (OTHER, 150.0)})
     assert run(tuning, stats(230), NUM_SETTLE_STEPS) == OTHER
     assert run(tuning, stats(220), NUM_SETTLE_STEPS) == BASE
@@ -186,7 +186,7 @@ def test_plan_without_overlap_can_be_the_decision():
     assert tuning.chosen == tuning.baseline
 
 
-def test_plan_that_only_deduplicates_is_not_taken_for_stocks_order():
+def test_plan_that_only_deduplicates_is_not_stocks_order():
     tuning = profiling()
     deduplicated = replace(BASE, dispatch=Dispatch.DEDUP)
     in_two_stages = replace(deduplicated, segments=(Segment(1, 2, 1), Segment(3, None, 1)))

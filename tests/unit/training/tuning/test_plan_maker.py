@@ -16,7 +16,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
-BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,), tiles=(0,))
+FEW = Limits(chunk_dims=(ChunkDim.BATCH,), ranges=(OverlapRange.STACK,), dw_window_layers=(1,))
+"""The planner's own tests search larger spaces."""
+BATCH = replace(FEW, dispatches=(Dispatch.PLAIN,), tiles=(0,))
 
 
 class Run:
@@ -130,7 +132,7 @@ def test_damaged_or_unwritable_profile_cache_is_one_line(make, tmp_path):
     assert note.endswith("--lancet-cache names another folder, or off")
 
 
-def test_plan_maker_measures_only_links_and_shares_of_a_changed_run(make, monkeypatch):
+def test_plan_maker_measures_links_and_shares_of_a_changed_run(make, monkeypatch):
     maker = make()
     profiled(maker)
     slow = tuple((size, 3 * ms) for size, ms in PROFILE.link.all_to_all)
@@ -144,12 +146,12 @@ def test_plan_maker_measures_only_links_and_shares_of_a_changed_run(make, monkey
 
 
 def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
-    planned, _ = profiled(make(Limits(chunk_dims=(ChunkDim.BATCH,), dw_policies=(DwPolicy.NONE,))))
+    planned, _ = profiled(make(replace(FEW, dw_policies=(DwPolicy.NONE,))))
     assert planned.plan.dw_policy is DwPolicy.NONE
     assert planned.profiled == {}
 
 
-def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, monkeypatch):
+def test_plan_maker_leaves_unpaired_plans_out_on_request(make, monkeypatch):
     """They are what the profile ran by, and contradict the user's wish."""
     monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_micro_batches=2)))
     planned, _ = profiled(make(replace(BATCH, pairing=(True,))))
@@ -158,7 +160,7 @@ def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, m
 
 
 @pytest.mark.parametrize("dispatch", Dispatch)
-def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, monkeypatch, dispatch):
+def test_plan_maker_tries_only_allowed_dispatches(make, monkeypatch, dispatch):
     """All but one of the profiled plans have the plain dispatch, and that one has what is allowed."""
     model = replace(PROFILE.model, num_experts=16, topk=4, nodes=Nodes(2, 2), ep_size=4, world_size=4)
     link = replace(PROFILE.link, between_nodes=PROFILE.link.all_to_all, inside_node=PROFILE.link.all_to_all)
@@ -179,7 +181,7 @@ def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, mon
     assert planned.profiled == {str(own): (own, 55.0), **plain}
 
 
-def test_plan_maker_profiles_tiles_and_tries_those_that_are_allowed(make, monkeypatch):
+def test_plan_maker_profiles_tiles_and_tries_allowed_ones(make, monkeypatch):
     tiled = fixed_plan(1, tiles=2)
     known = replace(PROFILE, measured_steps_ms={**PROFILE.measured_steps_ms, str(tiled): 33.0})
     monkeypatch.setattr(Run, "result", known)
@@ -191,7 +193,7 @@ def test_plan_maker_profiles_tiles_and_tries_those_that_are_allowed(make, monkey
     assert tried == {None: {str(tiled), str(fixed_plan(2))}, (2,): {str(tiled)}, (4,): set()}
 
 
-def test_plan_maker_measures_a_paired_run_unpaired_and_counts_its_memory(make, monkeypatch):
+def test_plan_maker_measures_a_paired_run_unpaired(make, monkeypatch):
     maker = make()
     profiled(maker)
     maker._setup.plan = present = paired(fixed_plan(1), fixed_plan(2))

@@ -1,0 +1,1 @@
+"""What a training of the demo prints, shown while it runs and drawn afterwards."""

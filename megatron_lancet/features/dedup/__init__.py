@@ -1,0 +1,1 @@
+"""Dispatch of one row per token and rank."""

@@ -1,0 +1,1 @@
+"""Hybrid models: stacks of layers with one part each."""

@@ -1,0 +1,1 @@
+"""Modules of Transformer Engine, called once per chunk."""

@@ -1,0 +1,244 @@
+"""Transformer Engine's linear modules, called once per chunk instead of once per micro-batch.
+
+Two of their habits give wrong gradients with chunks:
+
+- The first call of a step quantizes the weight, and lets the dW of that call *overwrite* ``main_grad``: a module adds
+  to it only where ``fuse_wgrad_accumulation and not is_first_microbatch``. Chunks come back in reverse order, so the
+  first chunk's dW would overwrite the dWs of all others. Here no call is the first. The quantized weights are dropped
+  instead, so that the next call makes them again, and all dWs are added, to the zeros that DDP has written.
+- A grouped linear that defers dW without fusion hands autograd the buffers that dW *will be* written to. If dW runs at
+  once, autograd finds it in ``.grad``, and DDP adds it a second time. Here ``.grad`` of a weight never counts.
+
+Transformer Engine's interface for deferred dWs, from version 2.8 on, as far as it is used here: a module's backward
+calls ``wgrad_store.put(tensors, function)``; ``function(*tensors)`` computes dW and, outside of fp8, the bias
+gradient. ``backward_dw()`` is never called: it would report to DDP once per chunk. So Megatron's conditions on
+``--delay-wgrad-compute`` do not apply.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as megatron_te
+
+from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.linear import LinearByPlan
+from megatron_lancet.runtime.factors import Factors, JoinedFactors, PartOfRows
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+_CLASSES: tuple[type, ...] = (
+    (
+        megatron_te.TELinear,
+        megatron_te.TEColumnParallelLinear,
+        megatron_te.TERowParallelLinear,
+        megatron_te.TELayerNormColumnParallelLinear,
+        megatron_te.TELMHeadColumnParallelLinear,
+        megatron_te.TEColumnParallelGroupedLinear,
+        megatron_te.TERowParallelGroupedLinear,
+    )
+    if megatron_te.HAVE_TE
+    else ()
+)
+
+
+def is_te_linear(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is one of Megatron's wrappers of Transformer Engine's linear modules."""
+    return type(module) in _CLASSES
+
+
+def has_te_linear(module: torch.nn.Module) -> bool:
+    """Returns whether ``module`` has such a part. Transformer Engine ignores strides, or makes rows contiguous."""
+    return any(isinstance(part, TELinearPerChunk) or is_te_linear(part) for part in module.modules())
+
+
+def call_per_chunk(module: torch.nn.Module) -> "TELinearPerChunk":
+    """Makes a module for which :func:`is_te_linear` holds ready to be called several times in a micro-batch."""
+    stock: Any = type(module)
+    adopted: Any = adopt(module, _subclass(stock))
+    return adopted
+
+
+@cache
+def _subclass(stock: Any) -> Any:
+    return type(f"{stock.__name__}PerChunk", (TELinearPerChunk, stock), {"__module__": __name__})
+
+
+class _WeightWithPlaceholder(DeferredWeight):
+    """A weight for which autograd finds a placeholder, or memory that a dW was or will be written to."""
+
+    def report(self) -> None:
+        self._parameter.grad = None
+        super().report()
+
+
+class _StoreOfModule:
+    """What a module takes for Transformer Engine's ``WeightGradStore``."""
+
+    enabled = True
+    context = None
+
+    def __init__(self, put: Callable[[Iterable[Any], Callable[..., Any]], None]) -> None:
+        self.put = put
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+
+class TELinearPerChunk(LinearByPlan):
+    """Mixin for a linear module of Transformer Engine.
+
+    It follows DDP's protocol for late gradients, as ``model/linear.py`` does for Megatron's own layers: DDP does not
+    watch the weights, but hands this module the functions that report them. Until DDP has done so, or where nothing is
+    deferred, the module computes dW as it is used to.
+
+    Attributes:
+        deferred: weights and biases whose gradients the store computes, in the module's order; empty without DDP.
+        is_exact: whether gradients are summed in stock's order. May change between steps.
+    """
+
+    package = "transformer-engine"
+    is_exact: bool = False
+
+    deferred: Sequence[DeferredWeight] = ()
+    _late: Mapping[str, torch.nn.Parameter] = {}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of one chunk, as the module's own."""
+        if self.is_first_microbatch:
+            self._fp8_workspaces.clear()
+            self.is_first_microbatch = False
+        for parameter in self._late.values():
+            # A fused module hands autograd a placeholder of the weight's size where it finds this attribute, and
+            # nothing where it does not; autograd would add up one placeholder per chunk. See report().
+            vars(parameter).pop("grad_added_to_main_grad", None)
+        if self.deferred:  # the backward calls what is the module's store now
+            part = self._grad_store.part
+            self.wgrad_store = _StoreOfModule(self._put if part is None else partial(self._gather, part))
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def begin_deferring(self: Any, name: str, store: WeightGradStore) -> None:
+        """Marks the weights for DDP, which then calls :meth:`register_wgrad_accumulation_and_reduce_hooks`.
+
+        Args:
+            name: name of the weight gradient's op.
+        """
+        self._op_name, self._grad_store, self.deferred = name, store, []
+        self._late = {n: p for n, p in self.named_parameters(recurse=False) if _is_late(n) and p.requires_grad}
+        self._unregistered = list(self._late)
+        for parameter in self._late.values():
+            parameter.skip_backward_post_hook = True
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """See :class:`ByPlan`."""
+        self.is_exact = keeps
+
+    @property
+    def trains_weight(self: Any) -> bool:
+        """Whether the module has a weight that is trained, and so a dW."""
+        return any(p.requires_grad for n, p in self.named_parameters(recurse=False) if n.startswith("weight"))
+
+    def register_wgrad_accumulation_and_reduce_hooks(self: Any, report_ready: Callable[[], None]) -> None:
+        """DDP calls this for each parameter that is marked, in the order of the module's parameters."""
+        name = self._unregistered.pop(0)
+        parameter = self._late[name]
+        kind = _WeightWithPlaceholder if name.startswith("weight") else DeferredWeight
+        # The op of several weights is named like the module, as that of one weight is.
+        op_name = f"{self._op_name}.{name}" if self.deferred else self._op_name
+        self.deferred.append(kind(parameter, op_name, report_ready))
+        if len(self.deferred) > 1:
+            return
+        # One backward function uses all parameters of the module: the last use of one is the last use of all.
+        use = parameter.expand_as(parameter).grad_fn
+        assert use is not None
+        self._accumulate_grad = use.next_functions[0][0]  # the hook goes with the node
+        self._accumulate_grad.register_hook(lambda *_: self._mark_last_use())
+
+    def _mark_last_use(self: Any) -> None:
+        for weight in self.deferred:
+            self._grad_store.mark_last_use(weight)
+
+    def _put(self: Any, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
+        """The module's backward calls this."""
+        inputs, grad_outputs, *outputs = tensors
+        _keep_layout_of_dw((inputs, grad_outputs))
+        num_bytes = sum(map(_num_bytes, (inputs, grad_outputs)))
+        self._grad_store.put(self.deferred, lambda: self._compute(function, inputs, grad_outputs, *outputs), num_bytes)
+
+    def _gather(self: Any, part: PartOfRows, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
+        """As :meth:`_put`, for a part of the experts' rows: with the last one the factors of all are complete."""
+        inputs, grad_outputs, *outputs = tensors
+        if not self._is_grouped:
+            whole = part.add(self, Factors(grad_outputs, inputs))
+            if whole is not None:
+                self._put_joined(function, [whole], outputs)
+            return
+        pairs = enumerate(zip(grad_outputs, inputs, strict=True))
+        wholes = [part.add(self, Factors(*pair), expert) for expert, pair in pairs]
+        if wholes[0] is not None:
+            self._put_joined(function, wholes, outputs)
+
+    def _put_joined(
+        self: Any, function: Callable[..., Any], wholes: Sequence[JoinedFactors], outputs: Sequence[Any]
+    ) -> None:
+        """Puts the dW over the rows of all parts; of a grouped module a dW of each expert."""
+
+        def compute() -> None:
+            joined = [whole.joined() for whole in wholes]
+            inputs, grads = [one.input_TI for one in joined], [one.grad_TO for one in joined]
+            factors = (inputs, grads) if self._is_grouped else (inputs[0], grads[0])
+            self._compute(function, *factors, *outputs)
+
+        self._grad_store.put(self.deferred, compute, sum(whole.num_bytes for whole in wholes))
+
+    def _compute(self: Any, function: Callable[..., Any], *tensors: Any) -> None:
+        results = function(*tensors)
+        if self._is_grouped:
+            # Outputs are the third argument: the main gradients, or buffers of their own.
+            weight_grads, bias_grads = tensors[2], results[1]
+        else:
+            weight_grads, bias_grads = [results[0]], [results[1]]
+        if not self.fuse_wgrad_accumulation:
+            self._add("weight", weight_grads)
+        if self.use_bias:
+            self._add("bias", bias_grads)
+
+    @property
+    def _is_grouped(self) -> bool:
+        return hasattr(self, "num_gemms")
+
+    def _add(self: Any, kind: str, grads: Iterable[torch.Tensor | None]) -> None:
+        names = [f"{kind}{i}" for i in range(self.num_gemms)] if self._is_grouped else [kind]
+        deferred = dict(zip(self._late, self.deferred, strict=True))
+        for name, grad in zip(names, grads, strict=True):
+            if name in deferred and grad is not None and grad.numel():
+                deferred[name].add_to_main_grad(grad, sum_first=self.has_several_uses and self.is_exact)
+
+
+def _is_late(name: str) -> bool:
+    """Whether the gradient of a parameter comes with the deferred GEMM; that of a norm's weight does not."""
+    return name.rstrip("0123456789") in ("weight", "bias")
+
+
+def _keep_layout_of_dw(tensors: Any) -> None:
+    """Frees the data of quantized tensors in the layout that only dX needs: dX has been computed."""
+    if isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            _keep_layout_of_dw(tensor)
+    elif hasattr(tensors, "get_data_tensors") and all(data is not None for data in tensors.get_data_tensors()):
+        tensors.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
+def _num_bytes(tensors: Any) -> int:
+    """Bytes of tensors, also quantized ones and lists of them."""
+    return sum(tensor.nbytes for tensor in _plain_tensors(tensors))
+
+
+def _plain_tensors(tensors: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            yield from _plain_tensors(tensor)
+    elif hasattr(tensors, "get_data_tensors"):
+        yield from _plain_tensors(tensors.get_data_tensors())
+    elif isinstance(tensors, torch.Tensor):
+        yield tensors

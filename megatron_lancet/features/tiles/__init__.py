@@ -1,0 +1,1 @@
+"""The rows of a chunk in parts: rows that stay on their rank, and tiles of rows that go to other ranks."""

@@ -1,0 +1,1 @@
+"""Dispatch in two hops: between nodes, then inside a node."""

@@ -1,0 +1,139 @@
+"""Runs a launch script in isolation, with stand-ins for what it starts; it can change nothing outside a folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.check.isolated import sandbox
+from megatron_lancet.lab.check.isolated.stand_ins import RECORD, write_stand_ins
+
+LIMIT_S = 60.0
+_NO_CLOBBER = {"SHELLOPTS": "noclobber"}
+"""Makes bash refuse to overwrite files: without isolation, the script must not empty the log of an earlier run."""
+
+
+class NotIsolatedError(Exception):
+    """The machine cannot isolate the script, which did not run; the text gives the reason."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program that a script started.
+
+    Attributes:
+        words: command line after Python's name.
+        launched_by: its launcher with the launcher's options; empty without a launcher.
+    """
+
+    words: list[str]
+    environment: Mapping[str, str]
+    launched_by: str
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], defaults: Mapping[str, str], isolated: bool
+) -> tuple[list[Started], str]:
+    """Runs a script; returns the launches that it started, in order, and its output.
+
+    Args:
+        defaults: variables to set if the environment lacks them.
+        isolated: whether it runs in its own namespaces, with read-only files and no network.
+
+    Raises:
+        NotIsolatedError: this machine cannot isolate it.
+        UsageError: the script runs for more than a minute, or bash is not installed.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UsageError("launch scripts need bash, which is not installed. Pass Megatron's flags instead.")
+    with tempfile.TemporaryDirectory(prefix="lancet-launch") as name, tempfile.TemporaryFile() as record:
+        folder = Path(name).resolve()
+        stubs, scratch = folder / "stubs", folder / "scratch"
+        stubs.mkdir()
+        scratch.mkdir()
+        write_stand_ins(stubs, bash, may_write=isolated)
+        environment = {**defaults, **os.environ, **_variables(stubs, scratch, isolated)}
+        command = [bash, str(script.absolute()), *arguments]
+        if isolated:
+            text, output = _run_isolated(command, environment, scratch, record)
+        else:
+            text, output = _run_trusted(command, environment, scratch)
+    return [_started(line, script) for line in text.splitlines()], output
+
+
+def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
+    """Returns the variables that select the stand-ins."""
+    return {
+        "PATH": os.pathsep.join([str(stubs), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        RECORD: str(scratch / sandbox.RECORD),
+        **({"TMPDIR": str(scratch / sandbox.TEMPORARY)} if isolated else _NO_CLOBBER),
+    }
+
+
+def _run_isolated(command: list[str], environment: dict[str, str], scratch: Path, record: IO[bytes]) -> tuple[str, str]:
+    if sys.platform != "linux":
+        raise NotIsolatedError("the system is not Linux")
+    helper = [sys.executable, "-I", "-S", sandbox.__file__, str(scratch), str(record.fileno())]
+    status, output = _run([*helper, *command], command[1], environment, Path.cwd(), (record.fileno(),))
+    record.seek(0)
+    text = record.read().decode(errors="replace")
+    if status != 0:
+        reason = output.strip()
+        with suppress(ValueError, KeyError, TypeError):
+            reason = json.loads(text)["error"]
+        raise NotIsolatedError(reason or f"status {status}")
+    return text, output
+
+
+def _run_trusted(command: list[str], environment: dict[str, str], scratch: Path) -> tuple[str, str]:
+    work = scratch / sandbox.WORK
+    work.mkdir()
+    sandbox.link_entries(Path.cwd(), work)
+    _, output = _run(command, command[1], environment, work)
+    record = scratch / sandbox.RECORD
+    return record.read_text(errors="replace") if record.is_file() else "", output
+
+
+def _run(
+    command: list[str], script: str, environment: dict[str, str], folder: Path, descriptors: tuple[int, ...] = ()
+) -> tuple[int, str]:
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=descriptors,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{script} ran for over {LIMIT_S:g} s without any training. Pass Megatron's flags.") from None
+    finally:
+        with suppress(ProcessLookupError):  # includes the script's background processes
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, output
+
+
+def _started(line: str, script: Path) -> Started:
+    try:
+        found: dict[str, Any] = json.loads(line)
+        return Started(list(found["words"]), dict(found["environment"]), str(found["launched_by"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{script} wrote to the record of its launches ({RECORD}). Remove that write.") from error

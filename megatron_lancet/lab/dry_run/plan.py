@@ -1,0 +1,109 @@
+"""Describes the plan that a run would get."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.planning.search.search_space import TILES, Limits
+from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.training.load.placement import FLAG as PLACEMENT_FLAG
+from megatron_lancet.training.load.placement import choose_placement, placement_note
+from megatron_lancet.training.load.rebalance import check_can_rebalance
+from megatron_lancet.training.load.received_rows import check_row_limit
+from megatron_lancet.training.plan.attention import uses_sdpa
+from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.comm_sms import check_comm_sms
+from megatron_lancet.training.plan.dispatch import unknown_nodes_note
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.wire import choose_wire, wire_note
+from megatron_lancet.training.run import check_features, notes_of_features, run_facts
+from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
+from megatron_lancet.training.tuning.profile_to_file import check_can_profile
+
+
+@dataclass(frozen=True)
+class DescribedPlan:
+    """The plan that a run would get.
+
+    Attributes:
+        lines: the plan, its source, and what automatic tuning would do, for the user.
+        is_paired: whether its backwards run beside forwards.
+        may_be_paired: whether that is for tuning to choose.
+    """
+
+    lines: list[str]
+    is_paired: bool = False
+    may_be_paired: bool = False
+
+
+def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPlan:
+    """Chooses the plan as the run would, and describes it.
+
+    Args:
+        args: Megatron's arguments, validated.
+
+    Raises:
+        UsageError: what the run would refuse.
+    """
+    if isinstance(config.plan, Path) and not config.plan.is_file():
+        return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
+    plan, line = choose_plan(args, config)
+    choose_micro_ops(args, config, plan)
+    wire = choose_wire(args, config, plan)
+    check_can_rebalance(args, config, plan)
+    here = config.expert_placement is None or config.expert_placement.is_file()
+    placements = choose_placement(args, config if here else replace(config, expert_placement=None), plan)
+    check_row_limit(args, config, plan)
+    facts = run_facts(args, config, plan)
+    check_features(facts)
+    check_can_profile(args, config, plan)
+    check_comm_sms(args, config, plan, device=None)
+    if plan is None:
+        return DescribedPlan([line])
+    lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))
+    if is_tuned(args, config):
+        num_steps = num_tuning_steps(args, config)
+        if args.train_iters is not None and args.train_iters < num_steps:
+            lines = [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
+        else:
+            limits = planning_limits(args, config)
+            pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
+            note = unknown_nodes_note(args, config)
+            lines += [note] if note is not None else []
+    lines[0] += f"{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
+    if not here:
+        lines.append(f"{PLACEMENT_FLAG} {config.expert_placement} is not here: it is checked when the run starts")
+    if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
+        lines.append(
+            "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
+            "--lancet-dw-policy none avoids it"
+        )
+    return DescribedPlan(lines, is_paired=pairing == (True,), may_be_paired=len(pairing) > 1)
+
+
+def _tuning_lines(limits: Limits) -> Iterator[str]:
+    yield "auto measures steps before and after the change, and keeps the plan only if it pays"
+    dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
+    pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
+    yield (
+        f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
+        f"dispatch {' or '.join(limits.dispatches)}; tiles {_tiles(limits)}; micro-batches {pairing}"
+    )
+    for exclusion in limits.excluded:
+        if not exclusion.is_evident:
+            yield f"not {exclusion.what}: {exclusion.reason}"
+
+
+def _tiles(limits: Limits) -> str:
+    numbers = (0, *TILES) if limits.tiles is None else limits.tiles
+    return " or ".join(str(number) if number else "none" for number in numbers)
+
+
+def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether core attention will keep its matrices of scores for the backward pass."""
+    if args.transformer_impl == "local":
+        return not uses_sdpa(args, config)
+    return args.attention_backend.name in ("unfused", "local")

@@ -1,0 +1,122 @@
+"""Results of a dry run, and their report as text."""
+
+import argparse
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from megatron_lancet.lab.dry_run.layout import Layout
+from megatron_lancet.lab.dry_run.memory import Memory
+from megatron_lancet.lab.dry_run.parameters import ModelSize
+from megatron_lancet.lab.dry_run.plan import DescribedPlan
+from megatron_lancet.lab.dry_run.stages import PipelineStage
+
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
+_HOW = (
+    "weights, gradients, optimizer: counted weight by weight, shared out as the distributed optimizer does",
+    "activations: what autograd keeps of the micro-batches in flight, for balanced routing, and what is recomputed at "
+    "once; no workspaces, no buffers of communication, no fragmentation: leave room",
+)
+
+
+@dataclass
+class Findings:
+    """Results of a dry run.
+
+    Attributes:
+        target: number of ranks, its source, and the machines that the run was validated for.
+        memory: memory of a rank of each pipeline stage.
+        plan: lines that describe the plan.
+        changes: a line for each setting of the script that the run changes.
+        warnings: a line for each problem that the run itself may not have.
+    """
+
+    args: argparse.Namespace
+    target: str
+    layout: Layout
+    stages: list[PipelineStage]
+    size: ModelSize
+    memory: list[Memory]
+    plan: list[str]
+    changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def report(findings: Findings) -> str:
+    """Writes the report."""
+    unit = "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
+    sections = [
+        ("model", _model(findings)),
+        ("layout", _layout(findings)),
+        (f"memory of a GPU, {unit}", _memory(findings, _UNITS[unit])),
+        ("plan", findings.plan),
+        ("changed settings", findings.changes),
+        ("warnings", findings.warnings),
+    ]
+    text = [f"Megatron-Lancet dry run: {findings.target}"]
+    for title, lines in sections:
+        text += [title, *(f"  {line}" for line in lines)] if lines else []
+    num_warnings = len(findings.warnings)
+    return "\n".join([*text, f"dry run passed, {num_warnings} warning{'s' * (num_warnings != 1)}"])
+
+
+def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory]) -> list[str]:
+    """Describes what pairing does to the memory of a GPU.
+
+    Args:
+        memory: as estimated for the plan, by pipeline stage.
+        paired: the same with backwards beside forwards.
+    """
+    if plan.is_paired:
+        return ["the activations above include those of the forward beside a backward"]
+    if not plan.may_be_paired:
+        return []
+    more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))
+    name = "GiB" if more >= _UNITS["GiB"] else "MiB"
+    return [
+        f"paired micro-batches need up to {more / _UNITS[name]:.2f} {name} of activations beyond the estimate above"
+    ]
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+
+
+def _model(findings: Findings) -> list[str]:
+    args, size = findings.args, findings.size
+    experts = f", {args.num_experts} experts, top-{args.moe_router_topk}" if args.num_experts else ""
+    largest, smallest = (choose(held.all for held in size.held) for choose in (max, min))
+    on_rank = _billions(largest) if largest == smallest else f"{_billions(smallest)} to {_billions(largest)}"
+    return [
+        f"parameters      {_billions(size.total)}, active per token {_billions(size.active)}, on a rank {on_rank}",
+        f"shape           {args.num_layers} layers, hidden {args.hidden_size}{experts}, sequence {args.seq_length}, "
+        f"vocabulary {args.padded_vocab_size} with padding",
+    ]
+
+
+def _layout(findings: Findings) -> list[str]:
+    one, args = findings.layout, findings.args
+    runs = [(count, len(list(same))) for count, same in groupby(len(stage.layers) for stage in findings.stages)]
+    by_rank = ", ".join(f"{count}" if times == 1 else f"{times} x {count}" for count, times in runs)
+    spread = f"{runs[0][0]} layers on each rank" if len(runs) == 1 else f"layers by rank: {by_rank}"
+    return [
+        f"ranks           {one.num_ranks} = TP {one.tensor} x CP {one.context} x PP {one.pipeline} x DP {one.data}",
+        f"experts         EP {one.expert} x ETP {one.expert_tensor} x PP {one.pipeline} x expert-DP {one.expert_data}",
+        f"pipeline        PP {one.pipeline} x {one.virtual} virtual; {spread}",
+        f"batch           {args.global_batch_size} = {args.micro_batch_size} (micro-batch) x DP {one.data} x "
+        f"{one.num_micro_batches} (gradient accumulation)",
+    ]
+
+
+def _memory(findings: Findings, unit_bytes: int) -> list[str]:
+    columns = ("stage", "weights", "gradients", "optimizer", "activations", "total")
+    lines = ["  ".join(f"{name:>11}" for name in columns)]
+    start = 0
+    for memory, same in groupby(findings.memory):
+        last = start + len(list(same)) - 1
+        name = str(start) if start == last else f"{start}-{last}"
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        lines.append("  ".join([f"{name:>11}", *(f"{part / unit_bytes:>11.2f}" for part in parts)]))
+        start = last + 1
+    offloaded = max(memory.offloaded for memory in findings.memory)
+    on_host = [f"optimizer in the host's memory: {offloaded / unit_bytes:.2f} a rank"] if offloaded else []
+    return [*lines, *on_host, *_HOW]

@@ -1,0 +1,148 @@
+"""The launch command of a run as settings of a modelled step: local layers, one stage, few layers, a mocked world."""
+
+import argparse
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.training.arguments import validate_args
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.dry_run.cluster import on_the_cluster
+from megatron_lancet.lab.dry_run.layout import choose_world
+from megatron_lancet.registry import features
+from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.training import arguments
+from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.plan.normalize import normalize_args
+from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.platform.detect import apply_cpu_settings
+
+_RESET = {
+    "use_distributed_optimizer": False,
+    "overlap_param_gather": False,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "async_save": False,
+    "load": None,
+    "save": None,
+    "pretrained_checkpoint": None,
+    "tensorboard_dir": None,
+    "wandb_project": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
+"""Arguments without an effect on a micro-batch of one stage, with the values that say so."""
+
+_FEW_PIECES = 128
+"""So that embedding, output layer and loss cost next to nothing: the host runs ahead while a large one is computed, and
+a few layers would then show no launch cost."""
+
+
+@dataclass(frozen=True)
+class ModelledRun:
+    """What is built and recorded.
+
+    Attributes:
+        args: Megatron's arguments, validated.
+        plan: the plan of the run.
+        num_layers: layers of the whole model.
+        notes: what differs from the run of the launch command, in a line each.
+    """
+
+    args: argparse.Namespace
+    plan: Plan
+    num_layers: int
+    notes: tuple[str, ...]
+
+    def with_layers(self, num_layers: int) -> argparse.Namespace:
+        """The arguments of a model with this number of layers, all with experts."""
+        args = copy.copy(self.args)
+        args.num_layers = num_layers
+        return args
+
+
+def modelled_run() -> ModelledRun:
+    """Parses ``sys.argv``, a launch command's arguments, and chooses the plan.
+
+    Raises:
+        UsageError: the run would refuse its arguments, or a modelled step can't follow them.
+    """
+    check_seams()
+    args, config = arguments.parse(features())
+    notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
+    with on_the_cluster(args, config), arguments.megatrons_refusals():
+        args.rank = 0
+        args.world_size = choose_world(args)[0]
+        fused_activation = args.bias_swiglu_fusion
+        apply_cpu_settings(args)
+        args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
+        args.distributed_backend = "nccl"
+        normalize_args(args, config)
+        arguments.check_settings(args, config)
+        validate_args(args)
+    _refuse_unknown(args, config)
+    return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))
+
+
+def _simplified(args: argparse.Namespace) -> Iterator[str]:
+    """Removes what is not modelled from parsed arguments; yields a note where that changes the time of a layer."""
+    for name, value in _RESET.items():
+        assert hasattr(args, name), f"Megatron has no argument {name}"
+        setattr(args, name, value)
+    args.mock_data, args.data_path = True, None
+    args.padded_vocab_size = _FEW_PIECES * args.tensor_model_parallel_size
+    if args.eval_interval is None:
+        args.eval_interval = 1000
+    if args.transformer_impl != "local":
+        yield "layers are Megatron's local ones: Transformer Engine's have fewer kernels, and are not modelled"
+    if args.fp8 or args.fp4:
+        yield "matrix products count as those of bf16: low precision needs Transformer Engine"
+        args.fp8 = args.fp4 = None
+        args.fp8_recipe, args.fp8_param_gather = "delayed", False
+    if args.pipeline_model_parallel_size > 1:
+        yield "pipeline stages and their messages are left out: all layers are on one stage"
+        args.pipeline_model_parallel_size = 1
+    if args.mtp_num_layers:
+        yield "multi-token prediction is left out"
+        args.mtp_num_layers = None
+    if args.dataloader_inter_document_masking:
+        yield "attention sees whole samples: documents, which make it cheaper, have no lengths here"
+        args.dataloader_inter_document_masking = False
+    if args.moe_layer_freq not in (1, [1]):
+        yield "all layers have experts, whatever --moe-layer-freq says"
+        args.moe_layer_freq = 1
+
+
+def _refuse_unknown(args: argparse.Namespace, config: LancetConfig) -> None:
+    reasons = {
+        "--lancet-wire": (config.wire is not Wire.EXACT, "messages carry hidden states as they are"),
+        "--hybrid-layer-pattern": (args.hybrid_layer_pattern, "its layers need Transformer Engine"),
+        "--moe-expert-capacity-factor": (
+            args.moe_expert_capacity_factor,
+            "how many tokens are dropped depends on values, and the model has none",
+        ),
+        "--cpu-offloading-num-layers": (args.cpu_offloading_num_layers, "copies to the host are not modelled"),
+    }
+    for flag, (value, reason) in reasons.items():
+        if value:
+            raise UsageError(f"{flag} can't be modelled: {reason}. Drop it.")
+
+
+def _plan_of(args: argparse.Namespace, config: LancetConfig) -> Plan:
+    plan, line = choose_plan(args, config)
+    if plan is None:
+        raise UsageError(f"there is no plan to model: {line}.")
+    if plan.dispatch is not Dispatch.PLAIN:
+        raise UsageError(
+            f"dispatch={plan.dispatch} can't be modelled: how many rows it sends depends on values, and the model has "
+            "none. Pass --lancet-dispatch plain, or a plan file with it."
+        )
+    return plan

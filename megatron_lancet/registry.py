@@ -1,0 +1,81 @@
+"""The optional features of a run, a line each: the only file of the core that names them.
+
+The lines are dotted names, which are imported on first use. So a planning tool does not import torch because a feature
+does, and no import circle arises. To remove a feature, delete its folder and its line.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_lancet.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_lancet.feature import Feature
+    from megatron_lancet.model.parts import ModelPart
+    from megatron_lancet.runtime.progress.position import Position
+
+_FEATURES: tuple[str, ...] = (
+    "megatron_lancet.features.bins.feature:BINS",
+    "megatron_lancet.features.locality.feature:LOCALITY",
+    "megatron_lancet.lab.causes.feature:CAUSES",
+    "megatron_lancet.lab.views.feature:VIEWS",
+    "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
+)
+"""In the order in which a run asks them."""
+_MODEL_PARTS: tuple[str, ...] = (
+    "megatron_lancet.features.hybrid.model:HYBRID",
+    "megatron_lancet.features.mtp.model:PREDICTIONS",
+    "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
+    "megatron_lancet.features.documents.model:DOCUMENTS",
+    "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
+    "megatron_lancet.features.dedup.ops:DEDUP",
+    "megatron_lancet.features.two_hop.ops:TWO_HOP",
+    "megatron_lancet.features.tiles.ops:TILES",
+    "megatron_lancet.features.row_bound.ops:ROW_BOUND",
+)
+"""In the order in which they replace ops of a layer."""
+
+_POSITION = "megatron_lancet.runtime.progress.pairing:Pairing"
+"""Without pairing it is ``megatron_lancet.runtime.progress.position:Position``."""
+_COMMANDS: dict[str, str] = {
+    "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
+}
+"""What flags run in place of a training."""
+
+
+@cache
+def features() -> "tuple[Feature, ...]":
+    """The features that this installation has."""
+    return tuple(load(name) for name in _FEATURES)
+
+
+def position_class() -> "type[Position]":
+    """The class of the position of a rank."""
+    found: type[Position] = load(_POSITION)
+    return found
+
+
+@cache
+def model_parts() -> "tuple[ModelPart, ...]":
+    """The optional parts of a model that this installation has."""
+    return tuple(load(name) for name in _MODEL_PARTS)
+
+
+def command(flag: str) -> Callable[[], None]:
+    """What a flag runs in place of a training.
+
+    Raises:
+        UsageError: the installation does not have it.
+    """
+    if flag not in _COMMANDS:
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+    run: Callable[[], None] = load(_COMMANDS[flag])
+    return run
+
+
+def load(name: str) -> Any:
+    """Imports ``module:attribute``."""
+    module, attribute = name.split(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,1 @@
+"""One process as one rank of many, and a GPU without a GPU."""

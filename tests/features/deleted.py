@@ -1,0 +1,78 @@
+"""Copies of the package without one feature: deleted.py FOLDER DATA CASE..., where FOLDER/CASE has each copy.
+
+Megatron is imported once, then each copy gets two forked ranks. A rank imports every module of the copy and trains a
+plain chunked step. Prints a line of JSON for each copy.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+
+NUM_RANKS = 2
+STEP = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --transformer-impl local "
+    "--disable-bias-linear --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --train-iters 1 --eval-iters 0 "
+    "--eval-interval 1000 --split 9,1,0 --tokenizer-type NullTokenizer --vocab-size 500 --num-workers 0 "
+    "--lancet-cache off --lancet-num-chunks 2"
+).split()
+
+
+def train(copy: Path, data: str) -> None:
+    """As a rank: imports all of the copy, and trains a step with it."""
+    sys.path.insert(0, str(copy))
+    sys.argv = ["pretrain_gpt_moe.py", *STEP, "--data-path", data]
+    package = importlib.import_module("megatron_lancet")
+    assert package.__file__ == str(copy / "megatron_lancet/__init__.py")
+    for module in pkgutil.walk_packages(package.__path__, "megatron_lancet."):
+        importlib.import_module(module.name)
+    importlib.import_module("megatron_lancet.training.pretrain").main()
+
+
+def ranks_of(copy: Path, data: str, port: int) -> str:
+    """Runs the ranks of a copy; returns their output, empty if all went well."""
+    pids = []
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            log = os.open(copy / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            try:
+                train(copy, data)
+                status = 0
+            except SystemExit as ended:
+                status = 0 if ended.code in (None, 0) else 1
+            except (Exception, KeyboardInterrupt):  # noqa: BLE001 -- the parent prints it
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    outputs = [(copy / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
+    if any(statuses) or "Megatron-Lancet plan: chunks=2" not in outputs[0]:
+        return f"statuses {statuses}\n" + "\n".join(output[-3000:] for output in outputs)
+    return ""
+
+
+def main() -> None:
+    import megatron.training  # noqa: F401
+
+    folder, data, *cases = sys.argv[1:]
+    for number, case in enumerate(cases):
+        port = 21_000 + os.getpid() % 5000 + number
+        found = {"case": case, "error": ranks_of(Path(folder) / case, data, port)}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
