@@ -77,13 +77,11 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
     "fused-dw/local": ({**_LOCAL, **FUSED, "num_moe_experts": 4}, (WHOLE, BATCH, IN_SEQUENCE)),
     "fused-dw/local/one-expert": ({**_LOCAL, **FUSED, **_ONE_EXPERT}, (WHOLE, IN_SEQUENCE)),
 }
+_FUSED_YARN = {**_YARN, "num_layers": 1, "num_attention_heads": 2, "apply_rope_fusion": True}
 FEW_TOKENS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
-    "rope/mla": ({**_TE, "num_layers": 1, **_YARN, "apply_rope_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
-    "rope/mla-local": ({**_LOCAL, "num_layers": 1, **_YARN, "apply_rope_fusion": True}, (IN_SEQUENCE,)),
-    "rope/mla-mtp": (
-        {**_TE, "num_layers": 1, "mtp_num_layers": 1, **_YARN, "apply_rope_fusion": True},
-        (IN_SEQUENCE,),
-    ),
+    "rope/mla": ({**_TE, **_FUSED_YARN}, (WHOLE, BATCH, IN_SEQUENCE)),
+    "rope/mla-local": ({**_LOCAL, **_FUSED_YARN}, (IN_SEQUENCE,)),
+    "rope/mla-mtp": ({**_TE, **_FUSED_YARN, "mtp_num_layers": 1}, (IN_SEQUENCE,)),
 }
 """Cases with kernels in Triton's interpreter, which needs milliseconds per position and head."""
 

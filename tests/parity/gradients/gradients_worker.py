@@ -1,7 +1,4 @@
-"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP.
-
-Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP."""
 
 import copy
 import re
@@ -25,7 +22,7 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 from tests.layer_inputs import take_inputs
-from tests.parity.gradients.connections import shared_connections
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -58,7 +55,6 @@ from tests.parity.gradients.variants import (
 )
 from tests.parity.load import guarded
 from tests.parity.tiles import cases as tiled
-from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 from tests.te_cpu.dense import dense_gating_gradients
 
@@ -292,6 +288,7 @@ def compare_plan(
         placed: puts our experts on other ranks; their gradients are compared on stock's.
         max_rows: that a rank's experts work on at a time.
     """
+    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.model.local_experts import grouped_linear
 
     stock = stock_run(against or overrides)
@@ -300,17 +297,14 @@ def compare_plan(
 
     setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
     place(our_model, placed)
-    from megatron_lancet.features.row_bound.feature import limit_rows
-
     limit_rows(setup, max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
-        grouped = stack.enter_context(
-            mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
-        )
+        name = "multiply_one_by_one"
+        grouped = stack.enter_context(mock.patch.object(grouped_linear, name, wraps=getattr(grouped_linear, name)))
         results = [(step(ours, NUM_IN_FIRST_STEP), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
@@ -407,6 +401,11 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
 
 def all_results() -> dict[str, Any]:
     """What is found for each case, by its name."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return results_on_two_ranks()
+
+
+def results_on_two_ranks() -> dict[str, Any]:
     from tests.parity.gradients.switching import switching_cases
 
     results: dict[str, Any] = {}
@@ -462,19 +461,3 @@ def all_results() -> dict[str, Any]:
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
     return results
-
-
-def main() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-    with shared_connections():
-        results = all_results()
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
