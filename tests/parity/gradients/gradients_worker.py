@@ -168,15 +168,21 @@ def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over=
     return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
 
 
-def overlapping_model(model, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None):
+def overlapping_model(model, plan: Plan, **settings: Any):
     """Makes the model run by the plan; its setup, and counters that know the groups to close."""
-    return overlapping_stages([model], plan, switchable, wire, nodes)
+    return overlapping_stages([model], plan, **settings)
 
 
 def overlapping_stages(
-    models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None
+    models,
+    plan: Plan,
+    switchable: bool = False,
+    wire: Wire = Wire.EXACT,
+    nodes: Nodes | None = None,
+    max_rows: int | None = None,
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
+    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -184,11 +190,10 @@ def overlapping_stages(
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    narrow = [ActiveWire(wire)]
-    setup = OverlapSetup(
-        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, nodes=nodes, features=narrow
-    )
+    narrow, timeout = [ActiveWire(wire)], timedelta(minutes=2)
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, nodes=nodes, features=narrow)
     setup(models)
+    limit_rows(setup, max_rows)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
 
@@ -288,16 +293,14 @@ def compare_plan(
         placed: puts our experts on other ranks; their gradients are compared on stock's.
         max_rows: that a rank's experts work on at a time.
     """
-    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.model.local_experts import grouped_linear
 
     stock = stock_run(against or overrides)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
+    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes, max_rows=max_rows)
     place(our_model, placed)
-    limit_rows(setup, max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -346,10 +349,7 @@ def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
     found = {}
     for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
         model, config, precision = build(case.overrides)
-        setup, stats = overlapping_model(model, case.plan)
-        from megatron_lancet.features.row_bound.feature import limit_rows
-
-        limit_rows(setup, max_rows)
+        setup, stats = overlapping_model(model, case.plan, max_rows=max_rows)
         ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 

@@ -104,10 +104,7 @@ def run_interleaved(case: Case, weights: list[Any] | None) -> dict[str, Any]:
         if weights is not None:
             for model, its_weights in zip(models, weights, strict=True):
                 model.load_state_dict(copy.deepcopy(its_weights))
-            setup, stats = overlapping_stages(models, case.plan)
-            from megatron_lancet.features.row_bound.feature import limit_rows
-
-            limit_rows(setup, case.max_rows)
+            setup, stats = overlapping_stages(models, case.plan, max_rows=case.max_rows)
             stack.enter_context(paired_schedules(lambda: setup.stages))
             if case.disturbed:
                 erratic_wire(stack)

@@ -114,10 +114,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     stock = stock_run(case)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
-    setup, stats = overlapping_model(our_model, plan, nodes=nodes)
-    from megatron_lancet.features.row_bound.feature import limit_rows
-
-    limit_rows(setup, max_rows)
+    setup, stats = overlapping_model(our_model, plan, nodes=nodes, max_rows=max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
