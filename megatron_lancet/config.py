@@ -5,17 +5,16 @@ parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
-from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
+from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
-from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.units import mb_to_bytes
 
 
@@ -48,13 +47,6 @@ class PairingChoice(StrEnum):
     """In none."""
 
 
-class RowLimitChoice(StrEnum):
-    """Source of the most rows that a rank may receive of a chunk, other than a number."""
-
-    AUTO = "auto"
-    """What fits into the memory that the first steps leave."""
-
-
 class CacheChoice(StrEnum):
     """Where measured profiles are kept, other than in a folder that the user names."""
 
@@ -62,21 +54,6 @@ class CacheChoice(StrEnum):
     """Profiles are not kept."""
     AUTO = "auto"
     """The user's cache folder."""
-
-
-def _row_limit(text: str) -> "int | RowLimitChoice":
-    """
-    Raises:
-        UsageError: the text is neither a word nor a number above 0.
-    """
-    if text in list(RowLimitChoice):
-        return RowLimitChoice(text)
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(
-            f"--lancet-max-received-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
-            "is no bound."
-        )
-    return int(text)
 
 
 def _tiles(text: str) -> int:
@@ -195,73 +172,11 @@ class LancetConfig(CheckedFlags):
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    comm_priority: CommPriority = flag(
-        CommPriority.OFF,
-        **words(CommPriority),
-        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
-        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
-        "as soon as it is complete.",
-    )
-    grad_chunk_mb: float = flag(
-        DEFAULT_CHUNK_MB,
-        parsed_as=float,
-        above=0,
-        unit="MB",
-        metavar="MB",
-        advice="To reduce whole buckets pass --lancet-comm-priority off.",
-        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
-        "all-to-alls, at most (default: {default:g}).",
-    )
-    comm_sms: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Without the flag NCCL chooses.",
-        unchecked="",
-        help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
-        "kernels beside it, at most; a power of two. By default NCCL chooses.",
-    )
-    wire: Wire = flag(
-        Wire.EXACT,
-        **words(Wire),
-        unchecked="",
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
-        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
-        "gradients; it changes losses and gradients, and auto never chooses it.",
-    )
-    max_received_rows: int | RowLimitChoice | None = flag(
-        None,
-        read=_row_limit,
-        metavar="{auto,N}",
-        help="guard against running out of memory when a router prefers some experts: the experts of a rank work on at "
-        "most N rows of a chunk at a time (a row is a token and one of its experts). Where a rank would receive more, "
-        "all ranks send the chunk in several rounds; no token is dropped and no step repeated. auto: as many rows as "
-        "fit into the memory that the first steps under the plan leave. By default there is no bound.",
-    )
     experts_apart: bool = flag(
         False,
         parsed_as=bool,
         help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
         "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
-    )
-    expert_placement: Path | None = flag(
-        None,
-        read=Path,
-        metavar="FILE",
-        unchecked="",
-        help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
-        "checkpoints keep the model's numbers of experts.",
-    )
-    rebalance_interval: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=2,
-        metavar="N",
-        advice="Without the flag experts stay where they are.",
-        unchecked="",
-        help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
-        "weights and optimizer state move from rank to rank.",
     )
     report_dir: Path | None = flag(
         None,
@@ -290,6 +205,7 @@ class LancetConfig(CheckedFlags):
     )
     profile: Path | None = flag(
         None,
+        not_with_spec="; use tools/profile_model.py.",
         read=Path,
         metavar="FILE",
         unchecked="",
@@ -313,11 +229,6 @@ class LancetConfig(CheckedFlags):
         return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
 
     @property
-    def grad_chunk_bytes(self) -> int:
-        """Most gradient bytes that one collective reduces under ``--lancet-comm-priority``."""
-        return mb_to_bytes(self.grad_chunk_mb)
-
-    @property
     def cache_dir(self) -> Path | None:
         """Folder of measured profiles; None if profiles are not kept."""
         if isinstance(self.cache, Path):
@@ -329,15 +240,26 @@ class LancetConfig(CheckedFlags):
         except RuntimeError:  # no home, as in some containers
             return None
 
-    @property
-    def places_experts(self) -> bool:
-        """Whether experts may be on other ranks than Megatron's."""
-        return self.expert_placement is not None or self.rebalance_interval is not None
-
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""
         values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
+
+    def same_on_all_ranks(self) -> dict[str, object]:
+        """The values, by field, without which ranks would wait for each other forever if they differed."""
+        return {entry.name: value for _, entry, its, value in self.entries() if its.same_on_all_ranks}
+
+    def entries(self) -> "Iterator[tuple[str, Field[Any], Flag, Any]]":
+        """Yields name, field, flag and value of every flag, also of features."""
+        for one in (self, *self.settings.values()):
+            for name, entry, its in flags_of(type(one)):
+                yield name, entry, its, getattr(one, entry.name)
+
+    @property
+    def message_sms(self) -> int | None:
+        """Multiprocessors that a message may take, at most; None where nothing bounds them."""
+        bounds = (feature.message_sms(self) for feature in self.features)
+        return next((bound for bound in bounds if bound is not None), None)
 
     def unchecked_flags(self) -> dict[str, str]:
         """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""

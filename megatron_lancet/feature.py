@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +18,7 @@ from megatron_lancet.flags import CheckedFlags
 if TYPE_CHECKING:
     from megatron_lancet.config import LancetConfig
     from megatron_lancet.schedule.plan import Plan
+    from megatron_lancet.schedule.reductions import GradientReduction
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,41 @@ class RunFacts:
         args: Megatron's arguments, validated.
         plan: the fixed plan, or the fallback of a tuned run; None for stock modules.
         is_tuned: whether the run finds its plan while it trains.
+        device: device of this rank, a torch.device; None where it is not known, as in a dry run.
+        is_dry_run: whether the run is only described, so that its files may be on another machine.
     """
 
     args: argparse.Namespace
     config: "LancetConfig"
     plan: "Plan | None"
     is_tuned: bool = False
+    device: Any = None
+    is_dry_run: bool = False
+
+
+class PlanPart(StrEnum):
+    """A part of a plan that not every run can have."""
+
+    PAIRING = "pairing"
+    TILES = "tiles"
+
+
+@dataclass(frozen=True)
+class PlanBlocker:
+    """Why a run can't have a part of a plan.
+
+    Attributes:
+        reason: a clause.
+        advice: what to do about it, as an imperative.
+    """
+
+    reason: str
+    advice: str
+
+    @property
+    def advice_begins(self) -> str:
+        """The advice as the begin of a sentence."""
+        return self.advice[0].upper() + self.advice[1:]
 
 
 @dataclass(frozen=True)
@@ -61,6 +92,10 @@ class ActiveFeature:
 
     def enter(self, stack: ExitStack) -> None:
         """Changes Megatron while it trains, for the length of ``stack``."""
+
+    def comm_settings(self) -> Mapping[str, Any]:
+        """Arguments of the model's :class:`~megatron_lancet.runtime.comm.Comm`."""
+        return {}
 
     def adopt(self, stages: Sequence[Any], comm: Any) -> None:
         """Changes the model when it is prepared for the plan, before DDP wraps it.
@@ -132,9 +167,29 @@ class Feature:
         """Whether the user asks for what stock modules don't have, so that a run does not fall back to these."""
         return False
 
+    def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: "LancetConfig") -> Iterator[PlanBlocker]:
+        """Yields why a plan of the run can't have this part."""
+        yield from ()
+
+    def reduction(self, config: "LancetConfig", reduction: "GradientReduction") -> "GradientReduction":
+        """How gradients are reduced, for the planner.
+
+        Args:
+            reduction: how they are reduced without the feature.
+        """
+        return reduction
+
+    def message_sms(self, config: "LancetConfig") -> int | None:
+        """Multiprocessors that a message may take, at most, for profiles and mocked links; None for no bound."""
+        return None
+
     def note(self, facts: RunFacts) -> str:
         """What the line on the plan says of the feature, from "; " on; empty for nothing."""
         return ""
+
+    def missing_files(self, config: "LancetConfig") -> Iterator[str]:
+        """Yields a line on each file of the run that is not on this machine, for a dry run."""
+        yield from ()
 
     def announce(self, facts: RunFacts) -> Iterator[str]:
         """Yields the lines that tell the user what the feature does in this run."""

@@ -31,6 +31,10 @@ class Flag:
         advice: sentence that follows the refusal of a value outside the range.
         limits_plan: whether a value limits the choice of a plan.
         name: the flag's name, if it does not follow from the field's name.
+        same_on_all_ranks: whether ranks with different values would wait for each other forever. Such values are plain.
+        unmodelled: why a modelled step refuses another value than the default; empty if it does not.
+        not_with_spec: why Megatron's own script can't have another value than the default, as the end of a sentence;
+            empty if it can.
         unchecked: for a flag that a check on a few CPU ranks leaves out: what the check does not cover for that reason,
             for its report; empty where that is nothing worth a line. None for a flag that the check keeps.
     """
@@ -47,6 +51,9 @@ class Flag:
     advice: str = ""
     limits_plan: bool = False
     name: str = ""
+    same_on_all_ranks: bool = False
+    unmodelled: str = ""
+    not_with_spec: str = ""
     unchecked: str | None = None
 
     def value_of(self, parsed: Any) -> Any:

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.bins.feature:BINS",
+    "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
+    "megatron_lancet.features.row_bound.feature:ROW_BOUND",
+    "megatron_lancet.features.wire.feature:WIRE",
     "megatron_lancet.features.locality.feature:LOCALITY",
+    "megatron_lancet.features.placement.feature:PLACEMENT",
+    "megatron_lancet.features.comm_sms.feature:COMM_SMS",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
@@ -45,14 +50,14 @@ _COMMANDS: dict[str, str] = {
 }
 """What flags run in place of a training."""
 
-_DISPATCHES = (
+_DISPATCHES: tuple[str, ...] = (
     "megatron_lancet.schedule.dispatch:PLAIN",
     "megatron_lancet.features.dedup.order:DEDUP",
     "megatron_lancet.features.two_hop.order:TWO_HOP",
 )
 """Simplest first."""
 
-_TILED = ("megatron_lancet.features.tiles.order:Tiled",)
+_TILED: tuple[str, ...] = ("megatron_lancet.features.tiles.order:Tiled",)
 """Makes a dispatch with tiles of another one; empty where no dispatch has tiles."""
 
 

@@ -1,6 +1,7 @@
 """A pytest plugin: compares gradients with a bound, and prints the worst deviation of the whole run at its end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,25 @@ class GradientCheck:
         parameter, error = worst(errors)
         self._record_property(PROPERTY, [precision, error, parameter])
         assert error <= bound, f"gradient of {parameter} deviates by {error:.3g}, at most {bound:.3g} expected: {where}"
+
+    def equal_stock(self, results: Sequence[Mapping[str, Any]], case: str, bound: float) -> None:
+        """Fail unless a case's results are stock's within the bound, and DDP got each gradient once.
+
+        Args:
+            results: per rank, what is found for each case.
+        """
+        for rank, result in enumerate(results):
+            found = result[case]
+            self(found["gradients"], bound, f"rank {rank}", precision_of(case))
+            assert found["loss"] <= bound
+            assert found["logged"] <= bound
+            assert found["logged_names_equal"]
+            assert found["reports"] == dict.fromkeys(found["parameters"], 1)
+
+
+def precision_of(case: str) -> str:
+    """Of the gradients in a case of that name."""
+    return "bf16" if "bf16" in case.split("/") else "fp32"
 
 
 @pytest.fixture

@@ -10,18 +10,20 @@ import pytest
 
 LONGEST = (
     "tests/parity/gradients/test_gradients_equal_stock.py",
-    "tests/virtual_gpu/test_cases.py",
-    "tests/parity/gradients/test_gradients_in_layouts.py",
     "tests/parity/te/test_gradients.py",
-    "tests/parity/paired/test_paired_gradients.py",
+    "tests/parity/gradients/test_gradients_in_layouts.py",
     "tests/cli/benchmarks/test_demo.py",
+    "tests/gpu/check/test_smoke.py",
+    "tests/virtual_gpu/test_cases.py",
+    "tests/parity/stock_overlap/test_stock_overlap.py",
+    "tests/gpu/check/test_gradients.py",
+    "tests/parity/paired/test_paired_gradients.py",
     "tests/parity/te/test_fp8.py",
+    "tests/virtual_gpu/test_mutants.py",
+    "tests/parity/check/test_check.py",
     "tests/parity/batches/test_document_runs.py",
     "tests/parity/documents/test_documents.py",
-    "tests/virtual_gpu/test_mutants.py",
-    "tests/parity/stock_overlap/test_stock_overlap.py",
     "tests/parity/te/test_layouts.py",
-    "tests/parity/gpu_defaults/test_gpu_defaults.py",
 )
 """Files that take more than forty seconds, the longest first."""
 SHORT = "tests/unit/"

@@ -8,8 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.tables import markdown
-from tests.parity.te import fp8_worker
-from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, RECIPES
+from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, RECIPES, results_of_recipes
 from tests.ranks import launch
 
 _WHOLE = "k=1"
@@ -20,11 +19,10 @@ _TABLED = ("delayed", "tensorwise", "blockwise", "mxfp8")
 def main() -> None:
     """Runs the worker of the tests, and prints the errors of its recipes on rank 0."""
     errors: dict[str, dict[str, dict[str, float]]] = {}
-    for device in (HOPPER, BLACKWELL):
-        names = [name for name in device if name in _TABLED]
+    for recipes, device in ((HOPPER, launch.Te()), (BLACKWELL, launch.Te((10, 0)))):
+        names = [name for name in recipes if name in _TABLED]
         with tempfile.TemporaryDirectory() as folder:
-            worker = Path(fp8_worker.__file__)
-            found = launch.results_of(worker, 2, Path(folder), timeout_s=300, args=names, te=True)[0]
+            found = launch.results_of(results_of_recipes, 2, Path(folder), timeout_s=300, args=names, te=device)[0]
         errors |= {name: found[name]["errors"] for name in names}
     rows = [
         [f"`{name}`, {RECIPES[name].settings['fp8']}", plan, f"{error['median']:.3f}", f"{error['worst']:.3f}"]

@@ -91,13 +91,14 @@ def one_step(shape: Shape, plan: Plan, wire: Wire, nodes: Nodes | None) -> StepR
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from benchmarks.training_step.model import build, make_batches, make_forward
+    from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")
     stats = CommStats(cpu)
     model = build(shape)
-    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), wire=wire, nodes=nodes)([model])
+    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), nodes=nodes, features=[ActiveWire(wire)])([model])
     # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())

@@ -27,8 +27,9 @@ from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFr
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.schedule.chunk_sizes import multiple_along
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, Layout
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.layout import Layout
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim

@@ -83,7 +83,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
     row, prob = torch.empty(0, config.hidden_size, dtype=dtype), torch.empty(0, dtype=router_dtype)
     wire = model.comm.wire
     return ModelFacts(
-        name=_name(config) + ("" if wire is Wire.EXACT else f" wire={wire}"),
+        name=_name(config) + wire.in_name,
         layer_kinds=tuple(layers[number][0] for number in sorted(layers)),
         stage_of_layer=tuple(layers[number][1] for number in sorted(layers)),
         micro_batch_size=model.micro_batch_size,

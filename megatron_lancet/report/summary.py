@@ -68,7 +68,6 @@ def summarise(
     dw_memory_bytes: int | None = None,
     exposed: ExposedTable | None = None,
     first_step: int = 1,
-    max_expert_rows: int | None = None,
 ) -> dict[str, Any]:
     """Returns the report: the slowest rank's step, the highest peak, and means over ranks for the rest.
 
@@ -79,7 +78,6 @@ def summarise(
         dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
         exposed: exposed communication of a traced step; without one the report has no such key.
         first_step: first step under the plan, counted from the first step of the process.
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {
@@ -96,7 +94,6 @@ def summarise(
         "step_ms": step_ms,
         **means,
         **{name: max(rank[name] for rank in per_rank) for name in (_PEAK, *_MOST)},
-        "max_received_rows": max_expert_rows,
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
@@ -120,7 +117,6 @@ def as_text(report: dict[str, Any]) -> str:
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
     lines += _between_nodes(report)
-    lines += _received_rows(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
         bound, early = report["dw_memory_bytes"], ""
@@ -130,14 +126,6 @@ def as_text(report: dict[str, Any]) -> str:
             f"  weight gradients   {report['num_dw_in_gaps']:.0f} of {num_dw:.0f} in front of waits for all-to-alls, "
             f"at most {report[_PEAK] / 1e6:.1f} MB deferred{early}"
         )
-    if report["num_grad_micro_ops"]:
-        lines.append(
-            f"  gradients          {report['grad_bytes'] / 1e6:.1f} MB reduced in {report['num_grad_micro_ops']:.0f} "
-            f"parts, {report['num_grad_micro_ops_between']:.0f} between all-to-alls and the others after the last; "
-            f"{report['grad_exposed_ms']:.1f} ms waited for"
-        )
-        if not report["num_grad_micro_ops_between"]:
-            lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
@@ -153,23 +141,6 @@ def _between_nodes(report: dict[str, Any]) -> list[str]:
     return [
         f"  between nodes      {num_bytes / 1e6:.1f} of the {report['payload_bytes'] / 1e6:.1f} MB that a rank sends "
         f"in a step; {rows:.2f} rows of each token and layer"
-    ]
-
-
-def _received_rows(report: dict[str, Any]) -> list[str]:
-    """The line on chunks with too many rows for a rank, if there was a bound."""
-    bound = report["max_received_rows"]
-    if bound is None and not report["num_split_chunks"]:
-        return []
-    line = f"  received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
-    if bound is not None:
-        line += f", {bound} are allowed"
-    if not report["num_split_chunks"]:
-        return [f"{line}; no chunk had more"]
-    return [
-        f"{line}; {report['num_split_chunks']:.0f} of {report['num_chunks']:.0f} chunks, in "
-        f"{report['num_split_steps']:.0f} of {report['num_steps']} steps, went in up to {report['most_rounds']:.0f} "
-        "rounds"
     ]
 
 

@@ -41,6 +41,7 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.wire import Wire
 
@@ -103,6 +104,7 @@ class Comm:
         wire: Wire = Wire.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
+        max_expert_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -112,6 +114,7 @@ class Comm:
             hops: connections of the messages of two hops; None if no plan of this model has any.
             layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
                 if it is unknown.
+            max_expert_rows: of the settings at first.
         """
         self.transport = transport
         self.store = store
@@ -119,7 +122,7 @@ class Comm:
         self.scheduler = scheduler
         self.wire = wire
         self.pairing: Position = position_class()(store, stats.on_cuda)
-        self.settings = CommSettings()
+        self.settings = CommSettings(max_expert_rows=max_expert_rows)
         self.trace: Recorder | None = None
         self.own_rank = own_rank
         self._whole = Hop(transport, own_rank, peers)
@@ -128,6 +131,10 @@ class Comm:
         self._layout = layout if layout is not None else self.nodes
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
+
+    def named(self, plan: Plan) -> str:
+        """The text of a plan, with what changes results beside it."""
+        return f"{plan}{self.wire.in_name}"
 
     def use(self, settings: CommSettings) -> None:
         """Changes the settings from the next step on. Call between steps."""

@@ -5,15 +5,16 @@ names. What a dispatch costs says its class of costs, which the planner loads an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from megatron_lancet import registry
 from megatron_lancet.files import Named
-from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Launch, Layer, OpKind, Wait
+
+if TYPE_CHECKING:
+    from megatron_lancet.schedule.layout import Blocker, Layout
 
 
 class OwnRows(StrEnum):
@@ -25,47 +26,9 @@ class OwnRows(StrEnum):
     """While the combine is in flight."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A model on its ranks, as far as a dispatch depends on it.
-
-    Attributes:
-        ep_size: number of ranks that share the experts.
-        num_experts: experts of a MoE layer, on all ranks; 0 for a model without experts.
-        topk: experts of a token.
-        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
-        nodes: how expert-parallel groups lie on nodes, or why they do not lie on several, see
-            :func:`~megatron_lancet.schedule.nodes.nodes_of_group`; None where it is unknown.
-        is_quantized: whether Transformer Engine's modules compute in fp8 or fp4.
-        has_row_bound: whether the rows that a rank's experts work on at a time have a bound.
-    """
-
-    ep_size: int
-    num_experts: int
-    topk: int
-    pads_to_capacity: bool = False
-    nodes: Nodes | str | None = None
-    is_quantized: bool = False
-    has_row_bound: bool = False
-
-
-class Blocker(NamedTuple):
-    """Why a layout can't have a dispatch.
-
-    Attributes:
-        reason: a clause.
-        is_evident: whether the reason is plain from the layout, so that only those who ask read it.
-        advice: what to do about it, as an imperative; empty where the user can only choose another dispatch.
-    """
-
-    reason: str
-    is_evident: bool = False
-    advice: str = ""
-
-
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
-_NO_TILES = "this installation has no tiles"
-NOTHING_IS_SENT = "there is one expert-parallel rank, so nothing is sent"
+NO_TILES = "this installation has no tiles"
+"""Reason against tiles."""
 
 
 class Dispatch(Named):
@@ -142,7 +105,7 @@ class Dispatch(Named):
         """The verbs of a layer, of those with plain messages."""
         return layer
 
-    def blocker(self, layout: Layout) -> Blocker | None:
+    def blocker(self, layout: "Layout") -> "Blocker | None":
         """Why a layout can't have it; None if it can. All else that a plan works with works with it."""
         return None
 
@@ -159,7 +122,7 @@ class Dispatch(Named):
         if not tiles:
             return self
         if not registry.has_tiles():
-            raise ValueError(_NO_TILES)
+            raise ValueError(NO_TILES)
         if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
@@ -182,16 +145,3 @@ class _Plain(Dispatch):
 
 PLAIN: Dispatch = _Plain()
 """One row per token and chosen expert, as in stock."""
-
-
-def tiles_blocker(layout: Layout) -> Blocker | None:
-    """Why the rows of a layout can't go to other ranks in tiles; None if they can."""
-    if not registry.has_tiles():
-        return Blocker(_NO_TILES, is_evident=True, advice="install them")
-    return PLAIN.in_tiles(1).blocker(layout)
-
-
-def forms() -> list[Dispatch]:
-    """Each dispatch that is known, and in one tile each that can have tiles: together they have all verbs."""
-    known = list(Dispatch.known().values())
-    return [*known, *(one.in_tiles(1) for one in known if one.can_tile and registry.has_tiles())]

@@ -21,11 +21,10 @@ needs what it computes (``model/transformer_layer.py``, ``model/moe_layer.py``) 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, forms
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import (
     AddResidual,
@@ -41,7 +40,7 @@ from megatron_lancet.schedule.ops import (
 )
 from megatron_lancet.schedule.plan import OverlapRange
 
-_EXPERTS: Layer = (
+EXPERTS_LAYER: Layer = (
     Compute(OpKind.ROUTE),
     LaunchCounts(OpKind.COUNTS),
     Compute(OpKind.PREPROCESS),
@@ -55,13 +54,13 @@ _EXPERTS: Layer = (
     AddResidual(OpKind.POSTPROCESS),
 )
 
-_MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
+MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
 """Needs the next tokens' embeddings, so the micro-batch is whole here."""
-_VERBS: dict[LayerKind, Layer] = {
-    LayerKind.MOE: (Compute(OpKind.ATTENTION), *_EXPERTS),
+VERBS: dict[LayerKind, Layer] = {
+    LayerKind.MOE: (Compute(OpKind.ATTENTION), *EXPERTS_LAYER),
     LayerKind.DENSE: (Compute(OpKind.ATTENTION), Compute(OpKind.MLP)),
     LayerKind.ATTENTION_ONLY: (Compute(OpKind.ATTENTION),),
-    LayerKind.MOE_ONLY: (Compute(OpKind.NORM), *_EXPERTS),
+    LayerKind.MOE_ONLY: (Compute(OpKind.NORM), *EXPERTS_LAYER),
     LayerKind.MLP_ONLY: (Compute(OpKind.MLP),),
 }
 
@@ -70,7 +69,7 @@ MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: 
 where they were launched. Counts are not exchanged again."""
 
 
-_NEIGHBOURS = [pair for form in Dispatch.known().values() for pair in pairwise(form.order(_EXPERTS))]
+_NEIGHBOURS = [pair for form in Dispatch.known().values() for pair in pairwise(form.order(EXPERTS_LAYER))]
 ROWS_MADE_BY = {after.kind: before.kind for before, after in _NEIGHBOURS if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
 
@@ -127,11 +126,6 @@ class Concatenate:
 Program = list[Instruction | Cut | Concatenate]
 
 
-def all_layers() -> list[Layer]:
-    """Layers that together have every verb there is."""
-    return [*_VERBS.values(), (_MTP_PROJECTION,), *(form.order(_EXPERTS) for form in forms())]
-
-
 def verbs_of(
     kind: LayerKind,
     has_shared_experts: bool,
@@ -151,23 +145,12 @@ def verbs_of(
     left_out = set() if has_shared_experts else {OpKind.SHARED_EXPERTS}
     if pads_to_capacity and num_chunks == 1:
         left_out.add(OpKind.COUNTS)
-    return dispatch.order(tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out))
-
-
-@cache
-def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
-    """Whether an op of a layer runs in chunks, where the micro-batch is cut.
-
-    Args:
-        op: kind of the op.
-    """
-    layers = [form.order(_VERBS[kind]) for form in forms()]
-    return any(verb.kind == op for layer in layers for verb in _split(layer, overlap_range)[1])
+    return dispatch.order(tuple(verb for verb in VERBS[kind] if verb.kind not in left_out))
 
 
 def mtp_layer(layer: Layer) -> Layer:
     """The verbs of a multi-token prediction: those of its transformer layer, after the projection of the whole."""
-    return (_MTP_PROJECTION, *layer)
+    return (MTP_PROJECTION, *layer)
 
 
 def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
@@ -182,7 +165,7 @@ def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
     instructions: Program = []
     for stack in _stacks(layers, overlap_range):
-        parts = [(number, *_split(layer, overlap_range)) for number, layer in stack]
+        parts = [(number, *split_layer(layer, overlap_range)) for number, layer in stack]
         (first, before, _, _), (last, _, _, behind) = parts[0], parts[-1]
         in_chunks = [(number, inside) for number, _, inside, _ in parts if inside]
         instructions += _placed(before, first, 0)
@@ -196,16 +179,16 @@ def _stacks(layers: Sequence[tuple[int, Layer]], overlap_range: OverlapRange) ->
     """Layers without a concatenation between them: single ones, or in the range stack all up to the next projection."""
     stacks: list[list[tuple[int, Layer]]] = []
     for number, layer in layers:
-        if not stacks or overlap_range is not OverlapRange.STACK or layer[0] == _MTP_PROJECTION:
+        if not stacks or overlap_range is not OverlapRange.STACK or layer[0] == MTP_PROJECTION:
             stacks.append([])
         stacks[-1].append((number, layer))
     return stacks
 
 
-def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
+def split_layer(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
     """Splits a layer into what runs on the whole micro-batch, then in chunks, then on the whole again."""
     if overlap_range.has_attention:
-        num_whole = layer.count(_MTP_PROJECTION)
+        num_whole = layer.count(MTP_PROJECTION)
         return layer[:num_whole], layer[num_whole:], ()
     if _FIRST_IN_CHUNKS[overlap_range] not in layer:
         return layer, (), ()

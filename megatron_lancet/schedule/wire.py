@@ -1,4 +1,4 @@
-"""The number format of hidden states in all-to-alls: ``--lancet-wire``."""
+"""The number format of hidden states in all-to-alls."""
 
 from enum import Enum, StrEnum
 
@@ -29,6 +29,11 @@ class Wire(StrEnum):
 
     With two hops a row is rounded again in the second one, which finds the numbers of the first in a forward dispatch.
     """
+
+    @property
+    def in_name(self) -> str:
+        """What follows the name of a plan or a model whose messages have this format."""
+        return "" if self is Wire.EXACT else f" wire={self}"
 
     def of_message(self, op: Op) -> RowFormat:
         """The format of one message of a run with this format."""

@@ -22,11 +22,10 @@ from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
-from megatron_lancet.training.megatron import checkpoint_patches, patches
+from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
-from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.support import own_samples
@@ -59,9 +58,8 @@ def run_job(
     """
     check_seams()
     args, config = _read_arguments(device, features)
-    choice = choose_run(args, config)
+    choice = choose_run(args, config, device)
     check_can_profile(args, config, choice.plan)
-    check_comm_sms(args, config, choice.plan, device)
     say(f"Megatron-Lancet plan: {choice.line}")
     for feature in config.features:
         for line in feature.announce(choice.facts):
@@ -108,10 +106,9 @@ def _read_arguments(device: torch.device, features: Sequence[Feature]) -> tuple[
 
 def _change_megatron(stack: ExitStack, choice: RunChoice, stop: StopRequest | None) -> None:
     """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
-    args, config = choice.args, choice.config
-    for feature in choice.config.features:
+    args, config = choice.facts.args, choice.facts.config
+    for feature in config.features:
         feature.enter(choice.facts, stack)
-    stack.enter_context(patches.bounded_expert_groups(config.comm_sms))
     stack.enter_context(Checkpoints(args).watched())
     stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
     if stop is not None:

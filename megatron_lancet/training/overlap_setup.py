@@ -2,8 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,20 +15,17 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature
-from megatron_lancet.model.gpt import LanguageModel, check_plan, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_scheduler import CommScheduler
-from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
+from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.select import make_hops, make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
-from megatron_lancet.schedule.reductions import CommPriority, MicroOps
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
@@ -40,8 +36,6 @@ class OverlapSetup:
 
     Attributes:
         plan: the plan in use.
-        wire: number format of hidden states in messages.
-        scheduler: runs the gradient reductions; None where Megatron runs them.
     """
 
     def __init__(
@@ -52,44 +46,34 @@ class OverlapSetup:
         timeout: timedelta,
         sdpa: bool = False,
         switchable: bool = False,
-        micro_ops: MicroOps | None = None,
-        wire: Wire = Wire.EXACT,
         nodes: Nodes | None = None,
         layout: Nodes | None = None,
-        prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
-        max_expert_rows: int | None = None,
         documents: bool = False,
         features: Sequence[ActiveFeature] = (),
+        same_on_all_ranks: Mapping[str, object] | None = None,
     ) -> None:
         """
         Args:
             timeout: maximum wait for other ranks' messages.
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
-            micro_ops: cut of the gradient reductions, if all-to-alls go first; else None.
-            wire: number format of hidden states in messages.
-            nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
+                nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
             layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
-            prepared: called with the prepared stages, before DDP wraps them; on all ranks.
-            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
             documents: whether samples are made of documents, which do not attend to each other.
             features: those of the run, which change the prepared model; read when it is built.
+            same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
         """
         self.plan = plan
-        self.wire = wire
         self.nodes = nodes
         self._layout = layout
-        self._max_expert_rows = max_expert_rows
-        self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
-        self._micro_ops = micro_ops
         self._sdpa = sdpa
         self._documents = documents
         self._features = features
+        self._same_on_all_ranks = same_on_all_ranks or {}
         self._device = device
         self._stats = stats
         self._timeout = timeout
         self._switchable = switchable
-        self._prepared = prepared
         self._stages: list[LanguageModel] = []
         self._comm: Comm | None = None
 
@@ -100,7 +84,7 @@ class OverlapSetup:
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self.plan, self._micro_ops, self.wire, self.nodes, self._max_expert_rows)
+        check_same_plan(self.plan, self._same_on_all_ranks, self.nodes)
         ep_group = parallel_state.get_expert_model_parallel_group()
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -111,24 +95,21 @@ class OverlapSetup:
             to_all = counts_group, self._device, self._stats, self._timeout, key_store
             hops = make_hops(self.nodes, counts_group.size() // ep_group.size(), *to_all, ep_group)
         peers = Peers(dist.get_process_group_ranks(ep_group), dist.get_rank(), key_store, self._timeout)
+        settings = {name: value for feature in self._features for name, value in feature.comm_settings().items()}
         self._comm = Comm(
             transport,
             store,
             self._stats,
             own_rank=ep_group.rank(),
             peers=peers,
-            scheduler=self.scheduler,
-            wire=self.wire,
             hops=hops,
             layout=self._layout,
+            **settings,
         )
-        self._comm.use(replace(self._comm.settings, max_expert_rows=self._max_expert_rows))
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
             self._stages.append(stage)
-        if self._prepared is not None:
-            self._prepared(self._stages)
         for feature in self._features:
             feature.adopt(self._stages, self._comm)
         ask_for_pairs(self._stages, self.plan.is_paired)
@@ -146,45 +127,18 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         assert self._comm.store is not None
         self._comm.store.assert_idle()
-        check_same_plan(plan, self._micro_ops, self.wire, self.nodes, self._max_expert_rows)
+        check_same_plan(plan, self._same_on_all_ranks, self.nodes)
         for stage in self._stages:
             set_plan(stage, plan)
         ask_for_pairs(self._stages, plan.is_paired)
         self.plan = plan
 
     def check_step(self, step: Callable[[], Any]) -> Any:
-        """Run a training step, and assert that all its weight gradients and reductions are done."""
+        """Run a training step, and assert that all its weight gradients are done."""
         result = step()
-        if self.scheduler is not None:
-            self.scheduler.end_step()
         if self._comm is not None and self._comm.store is not None:
             self._comm.store.assert_idle()
         return result
-
-    def limit_expert_rows(self, max_rows: int | None) -> None:
-        """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
-
-        Args:
-            max_rows: None for any number.
-
-        Raises:
-            UsageError: the plan does not work with a bound.
-        """
-        assert self._comm is not None, "the model is not built yet"
-        for stage in self._stages:
-            check_plan(self.plan, stage, max_rows)
-        self._max_expert_rows = max_rows
-        self._comm.use(replace(self._comm.settings, max_expert_rows=max_rows))
-
-    @property
-    def max_expert_rows(self) -> int | None:
-        """Rows of a chunk that a rank's experts may work on at a time in the next step; None for any number."""
-        return self._max_expert_rows
-
-    @property
-    def first_split(self) -> SplitChunk | None:
-        """The first chunk that this rank's group has sent in several rounds; None if there was none."""
-        return None if self._comm is None else self._comm.stats.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:
@@ -217,36 +171,29 @@ class NoOverlap:
 
 def check_same_plan(
     plan: Plan | None,
-    micro_ops: MicroOps | None = None,
-    wire: Wire = Wire.EXACT,
+    same: Mapping[str, object] | None = None,
     nodes: Nodes | None = None,
-    max_expert_rows: int | None = None,
 ) -> None:
     """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
 
     Args:
         plan: this rank's plan; None for stock modules.
-        micro_ops: cut of the gradient reductions; None where Megatron runs them.
-        wire: number format of hidden states in messages.
+        same: further values by name that all ranks must have; None for no others.
         nodes: how expert-parallel groups lie on nodes; None without two hops.
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
 
     Raises:
         UsageError: some rank has another plan; names the fields that differ, their values and the ranks. Or ranks
             disagree about nodes, or their hosts contradict them.
     """
     own = plan.fingerprint() if plan is not None else "none"
-    all_ranks = from_all_ranks((f"{own} {micro_ops} {wire} {max_expert_rows}", nodes, socket.gethostname()))
+    all_ranks = from_all_ranks((f"{own} {same}", nodes, socket.gethostname()))
     _check_nodes([nodes_there for _, nodes_there, _ in all_ranks], [host for *_, host in all_ranks])
     if len({fingerprint for fingerprint, *_ in all_ranks}) == 1:
         return
     # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
     record: dict[str, Any] | None = None
     if plan is not None:
-        priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
-        chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
-        limit = {} if max_expert_rows is None else {"max_received_rows": max_expert_rows}
-        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk, "wire": wire, **limit}
+        record = {**json.loads(plan.to_json()), **(same or {})}
     plans = from_all_ranks(json.dumps(record))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "

@@ -1,27 +1,18 @@
 """A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, RunFacts
-from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.reductions import MicroOps
-from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
-from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
-from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
 from megatron_lancet.training.megatron import checkpoint_patches, patches
-from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
@@ -30,11 +21,9 @@ from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
-from megatron_lancet.training.plan.wire import choose_wire, wire_note
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
@@ -47,61 +36,51 @@ class RunChoice:
     """How a run trains; the same on all ranks.
 
     Attributes:
-        args: Megatron's validated arguments.
-        plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
         line: the plan and its source, for the user.
-        micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
-        wire: number format of hidden states in messages.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
-        placements: where experts are, by layer; None where Megatron places them.
     """
 
-    args: argparse.Namespace
-    config: LancetConfig
-    plan: Plan | None
+    facts: RunFacts
     line: str
-    micro_ops: MicroOps | None
-    wire: Wire
     nodes: Nodes | None
-    placements: Mapping[int, Placement] | None = None
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether the run finds its plan while it trains."""
-        return self.facts.is_tuned
-
-    @property
-    def facts(self) -> RunFacts:
-        """What features may ask."""
-        return run_facts(self.args, self.config, self.plan)
+    def plan(self) -> Plan | None:
+        """The fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules."""
+        return self.facts.plan
 
 
-def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
+def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.device) -> RunChoice:
     """Choose the plan of a run.
+
+    Args:
+        args: Megatron's arguments, validated.
+        device: device of this rank.
 
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
-    wire = choose_wire(args, config, plan)
     nodes = None
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
-    micro_ops = choose_micro_ops(args, config, plan)
-    check_can_rebalance(args, config, plan)
-    placements = choose_placement(args, config, plan)
-    check_row_limit(args, config, plan)
-    facts = run_facts(args, config, plan)
+    facts = facts_of_run(args, config, plan, device)
     check_features(facts)
-    line = f"{line}{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
-    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, placements)
+    return RunChoice(facts, f"{line}{notes_of_features(facts)}", nodes)
 
 
-def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> RunFacts:
-    """What features may ask of a run with this plan."""
-    return RunFacts(args, config, plan, plan is not None and is_tuned(args, config))
+def facts_of_run(
+    args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
+) -> RunFacts:
+    """What features may ask of a run with this plan.
+
+    Args:
+        device: device of this rank; None in a dry run.
+    """
+    tuned = plan is not None and is_tuned(args, config)
+    return RunFacts(args, config, plan, tuned, device, is_dry_run=device is None)
 
 
 def check_features(facts: RunFacts) -> None:
@@ -129,10 +108,10 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
-    if choice.plan is not None and choice.args.transformer_impl == TRANSFORMER_ENGINE:
+    if choice.plan is not None and choice.facts.args.transformer_impl == TRANSFORMER_ENGINE:
         check_te_seams()
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.args, choice.config)))
+    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.facts.args, choice.facts.config)))
     stack.enter_context(patches.resumable_distributed_optimizer())
     run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
     run.enter(stack)
@@ -143,17 +122,19 @@ class Run:
     """What both kinds of runs have.
 
     Attributes:
-        config: the settings of the run.
+        facts: what was known before the run.
+        config: its settings.
         device: device of this rank.
         stats: times and counts its all-to-alls.
         recorder: times the steps.
     """
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
-        self.facts, self.config, self.device = choice.facts, choice.config, device
+        self.facts, self.config, self.device = choice.facts, choice.facts.config, device
+        num_kept = self.config.tune_steps
         self.stats = CommStats(device)
         self._features: list[ActiveFeature] = []
-        self.recorder = StepRecorder(choice.args, device, self.stats, choice.config.tune_steps, self._features)
+        self.recorder = StepRecorder(self.facts.args, device, self.stats, num_kept, self._features)
 
     def _start_features(self) -> None:
         """Lets features join the run, which must be complete otherwise."""
@@ -166,7 +147,7 @@ class StockRun(Run):
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         super().__init__(choice, device)
-        self.setup = NoOverlap(choice.config.experts_apart)
+        self.setup = NoOverlap(choice.facts.config.experts_apart)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
@@ -197,44 +178,34 @@ class OverlappedRun(Run):
 
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
         super().__init__(choice, device)
-        args, config = choice.args, choice.config
+        args, config = choice.facts.args, choice.facts.config
         self._choice = choice
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
         self.traced: TracedSteps | None = None
-        self._received_rows: ReceivedRows | None = None
         profiles = self.makes_profile = config.profile is not None
         layout = nodes_of(args, config)
         self.setup = OverlapSetup(
-            plan_without_overlap() if choice.is_tuned else plan,
+            plan_without_overlap() if choice.facts.is_tuned else plan,
             device,
             self.stats,
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
-            switchable=profiles or choice.is_tuned,
-            micro_ops=choice.micro_ops,
-            wire=choice.wire,
+            switchable=profiles or choice.facts.is_tuned,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
-            prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
-            max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
             documents=args.dataloader_inter_document_masking,
             features=self._features,
+            same_on_all_ranks=config.same_on_all_ranks(),
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
-        if choice.is_tuned:
+        if choice.facts.is_tuned:
             controller = TuningController(config.tune_steps)
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
         is_settled = self.is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-        if config.max_received_rows is not None:
-            self._received_rows = ReceivedRows(args, config, self.setup, self.recorder, device, is_settled)
         if config.report_dir is not None and not profiles:
             self.traced = TracedSteps(self.setup, self.recorder, device, is_settled)
-        self._rebalancer: Rebalancer | None = None
-        if config.rebalance_interval is not None:
-            nodes = layout if isinstance(layout, Nodes) else None
-            self._rebalancer = Rebalancer(args, config.rebalance_interval, self.setup, self.recorder, is_settled, nodes)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
@@ -242,15 +213,8 @@ class OverlappedRun(Run):
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(patches.predictions_in_documents())
         stack.enter_context(paired_schedules(lambda: self.setup.stages))
-        if self.setup.scheduler is not None:
-            stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
         if self._tuner is not None:
             stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
-        if self._choice.placements is not None:
-            check = partial(check_reshardable, self._choice.args)
-            stack.enter_context(checkpoint_patches.arguments_before_loading(check))
-        if self._rebalancer is not None:
-            stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
         for feature in self._features:
             feature.enter(stack)
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
@@ -261,7 +225,7 @@ class OverlappedRun(Run):
         The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
         records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        parts = self._tuner, self._profile, self._received_rows, self.traced, *self._features, self._rebalancer
+        parts = self._tuner, self._profile, self.traced, *self._features
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 

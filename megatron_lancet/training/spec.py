@@ -75,7 +75,7 @@ class _SpecRun:
             raise UsageError(f"--spec asks for the overlapping block, but {blocker}.")
         # Megatron has already made its configuration from these flags.
         refuse_mapped_flags(args, config)
-        choice = choose_run(args, config)
+        choice = choose_run(args, config, _device(args))
         say(f"Megatron-Lancet plan: {choice.line} (--spec)")
         note = one_connection_note(_device(args))
         if note is not None:
@@ -101,13 +101,9 @@ def _config_from_environment() -> LancetConfig:
         config = config_from_words(shlex.split(os.environ.get(FLAGS_VARIABLE, "")), features())
     except (UsageError, ValueError) as error:
         raise UsageError(f"{FLAGS_VARIABLE}: {error}") from error
-    if config.profile is not None:
-        raise UsageError(f"{FLAGS_VARIABLE}: --lancet-profile does not work with --spec; use tools/profile_model.py.")
-    if config.comm_sms is not None:
-        raise UsageError(
-            f"{FLAGS_VARIABLE}: --lancet-comm-sms does not work with --spec: Megatron has made its process groups "
-            "already. Set max_ctas of ep and tp_ep_mp in --nccl-communicator-config-path instead."
-        )
+    for flag, entry, its, value in config.entries():
+        if its.not_with_spec and value != entry.default:
+            raise UsageError(f"{FLAGS_VARIABLE}: {flag} does not work with --spec{its.not_with_spec}")
     return config
 
 

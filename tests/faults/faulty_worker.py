@@ -18,7 +18,6 @@ step on):
 With hold, the other ranks keep in LANCET_TEST_GO.stands where they stand.
 """
 
-import faulthandler
 import os
 import signal
 import time
@@ -133,7 +132,6 @@ if __name__ == "__main__":
     # Only here, as in pretrain_worker.py.
     from megatron_lancet.training.pretrain import main
 
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     with ExitStack() as stack:
         if os.environ["RANK"] == os.environ["LANCET_TEST_FAULTY_RANK"]:
             install(Fault(os.environ["LANCET_TEST_FAULT"]), stack)

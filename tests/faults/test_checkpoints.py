@@ -7,7 +7,7 @@ from tests.ranks.pretraining import EP2, WORKER, Run, command_line, pretrain
 
 pytestmark = pytest.mark.distributed
 
-NUM_ITERS, SAVED_AT = 8, 4
+NUM_ITERS, SAVED_AT = 6, 3
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 STOCK = ["--lancet-plan", "off"]
 OURS = ["--lancet-num-chunks", "2"]

@@ -23,7 +23,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 STILL_2 = r"The latest checkpoint there is still that of step 2: start again with --load {}\."
-INTERRUPTED = ["incomplete_iter_0000004", "iter_0000001", "iter_0000002"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def latest(checkpoints: Path) -> str:
     return (checkpoints / TRACKER).read_text()
 
 
-def test_sigterm_on_one_rank_saves_a_checkpoint_and_ends_all_ranks(token_data, checkpoints, tmp_path):
+def test_sigterm_saves_a_checkpoint_and_ends_all_ranks(token_data, checkpoints, tmp_path):
     """SLURM signals all processes of a step: the workers that load data must live until the step is done."""
     results = struck(token_data, tmp_path, "term@L2.c0.F.dispatch", *saving(checkpoints, 1), "--num-workers", 1)
     launch.check(results)
@@ -64,7 +63,7 @@ def test_sigterm_on_one_rank_saves_a_checkpoint_and_ends_all_ranks(token_data, c
     assert (entries(checkpoints), latest(checkpoints)) == (["iter_0000001", "iter_0000002"], "2")
 
 
-def test_full_disk_ends_with_one_line_and_keeps_the_latest_checkpoint(token_data, checkpoints, tmp_path):
+def test_full_disk_keeps_the_latest_checkpoint(token_data, checkpoints, tmp_path):
     results = struck(token_data, tmp_path, "full@save", *saving(checkpoints, 2))
     assert [result.returncode for result in results] == [1, 1]
     for result in results:
@@ -103,7 +102,7 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(undisturbed, token_data, c
     assert latest(checkpoints) == "8"
 
 
-def test_cut_checkpoint_is_refused_and_the_message_says_what_to_do(undisturbed, token_data, checkpoints, tmp_path):
+def test_cut_checkpoint_is_refused(undisturbed, token_data, checkpoints, tmp_path):
     part = checkpoints / "iter_0000008" / "__1_0.distcp"
     content = part.read_bytes()
     part.write_bytes(content[: len(content) // 2])

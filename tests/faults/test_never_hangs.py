@@ -123,7 +123,7 @@ def test_stopped_rank_ends_the_others_by_timeout(token_data, tmp_path):
     )
 
 
-def test_rank_that_loads_data_for_ever_ends_the_others_by_timeout(token_data, tmp_path):
+def test_rank_that_loads_data_forever_ends_the_others(token_data, tmp_path):
     """It lives, and answers the system; only what it owes the others tells."""
     with Ranks(token_data, tmp_path, "loop@data") as ranks:
         (result,) = ranks.results(num_ranks=1)
@@ -182,7 +182,7 @@ def with_nan(tmp_path_factory, token_data):
     return run
 
 
-def test_nan_activations_are_found_and_a_checkpoint_is_saved_as_in_stock(with_nan, tmp_path):
+def test_nan_activations_are_found_as_in_stock(with_nan, tmp_path):
     """Megatron reruns the step, finds the same NaN again, saves a checkpoint and ends all ranks."""
     folders = [tmp_path / "stock", tmp_path / "ours"]
     stock, ours = with_nan(save=folders)
@@ -236,9 +236,9 @@ def test_error_names_the_silent_rank_among_several_peers(tmp_path, fault, what):
         ("stop", "node_combine"),
     ],
 )
-def test_error_in_a_hop_names_the_silent_rank_also_where_another_one_waited_for_it(tmp_path, fault, kind):
+def test_error_in_a_hop_names_the_silent_rank(tmp_path, fault, kind):
     """Rank 0 is not connected to rank 3, but to ranks 1 and 2, which are."""
-    processes = launch.start(launch.REPO / "tests/faults/hops_worker.py", [fault, kind], 4, tmp_path)
+    processes = launch.start(launch.REPO / "tests/faults/peers_worker.py", [fault, kind], 4, tmp_path)
     try:
         results = launch.finish(processes[:3], tmp_path, ENDS_WITHIN_S)
     finally:

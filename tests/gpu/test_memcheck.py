@@ -95,7 +95,7 @@ def test_a_tool_without_a_summary_is_an_error(stand_in, tmp_path):
 
 
 @pytest.mark.parametrize(("log", "is_error"), [("========= COMPUTE-SANITIZER\n", False), (CUT_OFF, True)])
-def test_a_tool_that_takes_too_long_is_ended_and_what_it_found_is_kept(stand_in, tmp_path, log, is_error):
+def test_findings_of_a_tool_that_takes_too_long_are_kept(stand_in, tmp_path, log, is_error):
     stand_in(log, "time.sleep(600)")
     start_s = time.monotonic()
     (found,) = results(tmp_path, limit_s=memcheck._RESERVE_S + 1)

@@ -29,7 +29,7 @@ def world(device):
 
 
 @on_both_with_late("link", "compute")
-def test_mocked_rows_of_an_asynchronous_message_are_there_behind_the_wait(device, world):
+def test_mocked_rows_are_there_after_the_wait(device, world):
     with device.watch():
         sent, received = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
         work = dist.all_to_all_single(received, sent, group=world, async_op=True)

@@ -122,7 +122,7 @@ def test_command_refuses(words, message):
         main(words)
 
 
-def test_each_choice_of_experts_is_as_likely_as_the_planner_expects():
+def test_choices_of_experts_are_as_likely_as_planned():
     from benchmarks.gpu.check.predict.recorded import balanced_map
     from megatron_lancet.planning.distinct_rows import expected_part_of_tokens
 

@@ -122,7 +122,7 @@ def damaged(monkeypatch, folder: Path, damage: str) -> tuple[list[dict], list]:
 
 
 @pytest.mark.distributed
-def test_a_wrong_gradient_on_a_rank_is_an_error_and_the_rest_goes_on(monkeypatch, tmp_path):
+def test_wrong_gradient_on_a_rank_is_an_error(monkeypatch, tmp_path):
     found, processes = damaged(monkeypatch, tmp_path, "wrong gradient")
     (error,) = [one for one in found if "error" in one]
     assert (error["name"], error["rank"]) == (title_of(CASE), 1)
@@ -202,7 +202,7 @@ def test_the_command_of_a_rank_is_that_of_its_module(tmp_path):
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
-def test_ranks_are_a_power_of_two_and_share_a_device_only_if_there_is_one(devices, expected):
+def test_ranks_share_a_device_only_if_there_is_one(devices, expected):
     layout = ranks.layout_of(devices)
     assert (layout.num_ranks, layout.shares_device) == (expected, devices == 1)
 

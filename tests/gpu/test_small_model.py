@@ -101,7 +101,7 @@ def test_bf16_gradients_are_as_close_to_fp32_as_stock(device, activation):
 
 
 @ON_BOTH
-def test_traced_step_has_every_message_wait_and_deferred_dw_with_its_place(device):
+def test_traced_step_has_every_message_wait_and_deferred_dw(device):
     with mocked_world() as settings:
         found = compare([fixed_plan(2)], settings, CUDA, device.watch)
     spans = found.trace.timeline.spans

@@ -61,7 +61,7 @@ def test_stream_transport_brings_counts_to_the_host(device, comm):
 
 
 @on_both_with_late("rows", "compute")
-def test_dispatch_that_waits_for_its_counts_is_launched_before_the_next_message(device, comm):
+def test_dispatch_after_its_counts_leaves_before_the_next(device, comm):
     """Its rows were ready before other kernels were enqueued, and it is received in memory of its own stream."""
     with device.watch():
         x = torch.randn(NUM_ROWS, ROW_SIZE, device="cuda", requires_grad=True)
@@ -83,7 +83,7 @@ def test_dispatch_that_waits_for_its_counts_is_launched_before_the_next_message(
 
 
 @on_both_with_late("compute", "rows")
-def test_memory_of_received_rows_is_not_used_again_before_their_reader_is_done(device, comm):
+def test_memory_of_received_rows_is_kept_for_their_reader(device, comm):
     """Rows of one message are dropped behind a reader that has not run, and the next message takes the memory."""
     sums = []
     with device.watch():

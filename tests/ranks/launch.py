@@ -11,11 +11,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,6 +23,7 @@ from tests import te_cpu
 from tests.ranks.preloaded import Preloaded, Rank
 
 REPO = Path(__file__).parents[2]
+_WORKER = Path(__file__).with_name("worker.py")
 _STACK_DUMP_S = 3.0
 _TAIL_CHARS = 4000
 _PORT_ATTEMPTS = 3
@@ -60,13 +61,17 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-@functools.cache
 def preloaded(te: bool = False) -> Preloaded:
     """The process that forks ranks, started once. No GPU is visible to tests that start ranks: CUDA can't be forked.
 
     Args:
         te: the one whose Megatron has the tests' Transformer Engine.
     """
+    return _preloaded(te)  # the cache takes a default for another argument
+
+
+@functools.cache
+def _preloaded(te: bool) -> Preloaded:
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
     server = Preloaded(rank_environment(0, 1, 0), folder, te)
 
@@ -155,17 +160,55 @@ def check(results: Sequence[RankResult]) -> None:
         pytest.fail("\n".join(failed))
 
 
+class Te(NamedTuple):
+    """The device that Transformer Engine finds in a rank, see :func:`tests.te_cpu.te_platform`."""
+
+    capability: tuple[int, int] = (9, 0)
+    interprets_triton: bool = False
+
+
 def results_of(
-    worker: Path, num_ranks: int, folder: Path, timeout_s: float, args: Sequence[object] = (), te: bool = False
-) -> list[dict[str, Any]]:
-    """Run a worker on several ranks, and read the result of each. See :mod:`tests.ranks.worker`.
+    work: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    timeout_s: float = 150,
+    args: Sequence[object] = (),
+    te: Te | None = None,
+    joins: bool = True,
+    is_bare: bool = False,
+) -> list[Any]:
+    """Call a function of a test on several ranks, and read what each of them returned. See :mod:`tests.ranks.worker`.
 
     Args:
-        args: arguments of the worker after the name of its result.
+        args: of the function, as JSON.
         te: Megatron finds the tests' Transformer Engine in the ranks.
+        joins: a gloo process group joins the ranks; otherwise the only rank makes a mocked world.
+        is_bare: neither Megatron's CPU settings nor a process group: the function makes runs of its own.
     """
-    check(run(worker, [folder / "result.json", *args], num_ranks, folder, timeout_s, te=te))
+    settings = {"args": [*args], "te": te, "joins": joins and not is_bare, "is_bare": is_bare}
+    command = [f"{work.__module__}:{work.__qualname__}", folder / "result.json", json.dumps(settings)]
+    check(run(_WORKER, command, num_ranks, folder, timeout_s, te=te is not None))
     return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(num_ranks)]
+
+
+def results(work: Callable[..., Any], num_ranks: int, timeout_s: float = 150, **settings: Any) -> Any:
+    """A module's fixture: what :func:`results_of` reads, by rank."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+        return results_of(work, num_ranks, tmp_path_factory.mktemp("ranks"), timeout_s, **settings)
+
+    return found
+
+
+def result(work: Callable[..., Any], timeout_s: float = 150, **settings: Any) -> Any:
+    """A module's fixture: what one rank returned, see :func:`results_of`."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        return results_of(work, 1, tmp_path_factory.mktemp("rank"), timeout_s, **settings)[0]
+
+    return found
 
 
 def _log(log_dir: Path, rank: int) -> str:

@@ -1,16 +1,22 @@
 """A process that imports torch and Megatron once and forks a rank per request: imports take longer than most tests.
 
-The forked process runs a script as its main program, with arguments, environment and output file of its own, and
-ends as any interpreter does. ``launch.py`` starts ranks here where nothing is tested that happens on import.
+The forked process runs a script as its main program, with arguments, environment and output file of its own.
+``launch.py`` starts ranks here where nothing is tested that happens on import. SIGUSR1 makes a rank print its stacks.
+
+A rank ends behind its exit handlers: the rest of an interpreter's end takes half a second with all these modules. A
+test of that end sets the variable :data:`FULL_END`.
 
 With ``--te`` the process imports the tests' Transformer Engine first, and Megatron then finds it: a second process of
 this kind, for the ranks that ask for it.
 """
 
 import argparse
+import atexit
+import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -19,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +49,8 @@ MODULES = (
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text.text_tokenizer",
 )
+FULL_END = "LANCET_TEST_FULL_END"
+"""Environment variable of a rank that ends as any interpreter does."""
 _TE_FLAG = "--te"
 _READY_WITHIN_S = 120.0
 _ANSWER_WITHIN_S = 30.0
@@ -226,6 +235,28 @@ def _become(job: _Job) -> None:
     os.chdir(job.cwd)
     sys.argv = job.command
     sys.path[0] = str(Path(job.command[0]).parent)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _run(script: str) -> None:
+    """Runs a script as the main program of this process, and ends the process."""
+    status: str | int | None = None
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except Exception:  # noqa: BLE001 - as the interpreter does it
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    if FULL_END in os.environ:
+        sys.exit(status)
+    if isinstance(status, str):
+        sys.stderr.write(f"{status}\n")
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def keep_docstrings() -> None:
@@ -243,6 +274,14 @@ def keep_docstrings() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = docstrings
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def keep_sources() -> None:
+    """Reads the functions of Megatron that each run checks once, and not in each rank."""
+    from megatron_lancet.training.megatron.seams import check_seams
+
+    setattr(inspect, "getsource", functools.cache(inspect.getsource))  # noqa: B010 - mypy forbids to assign to it
+    check_seams()
 
 
 def start_queue_of_saves() -> None:
@@ -308,6 +347,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(module)
     keep_docstrings()
+    keep_sources()
     share_gloo_devices()
     import_for_annotations()
     gc.freeze()  # a collection in a fork would copy all pages
@@ -321,7 +361,7 @@ def main() -> None:
         _become(job)
         if "--save" in job.command:
             start_queue_of_saves()
-        runpy.run_path(job.command[0], run_name="__main__")
+        _run(job.command[0])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ that the tests' Transformer Engine sees. LANCET_TEST_SWAP makes experts of layer
 asks whether that pays: ``weights`` without what the optimizer keeps of them, else with all.
 """
 
-import faulthandler
 import functools
 import json
 import os
@@ -20,8 +19,8 @@ from tests import te_cpu
 
 
 def swapping(stack: ExitStack, what: str) -> None:
+    from megatron_lancet.features.placement import rebalance
     from megatron_lancet.planning.load.rebalance import Rebalance
-    from megatron_lancet.training.load import rebalance
 
     found = Rebalance({1: ((0, 3), (1, 2)), 2: ((1, 3),)})
     stack.enter_context(around(rebalance, "decide", lambda stock, *args: found))
@@ -45,7 +44,6 @@ def recording(losses: list[dict[str, float]], classes: set[str]):
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     from megatron.training import training
 
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.

@@ -1,10 +1,13 @@
-"""The frame of a worker script: python SCRIPT RESULT.json. Each rank writes RESULT.json.<rank>."""
+"""The program of a rank in a distributed test: calls a function of the test and saves its result as JSON.
 
-import faulthandler
+Usage: worker.py MODULE:FUNCTION RESULT SETTINGS. Each rank writes RESULT.<rank>. :func:`tests.ranks.launch.results_of`
+starts the ranks and describes the settings, which are JSON.
+"""
+
+import importlib
 import json
-import signal
 import sys
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +17,31 @@ from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.te_cpu import te_platform
 
 
-def run_on_cpu(main: Callable[[], None]) -> None:
-    """Runs a worker under Megatron's CPU settings; SIGUSR1 prints its stacks, which the launcher asks for."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+def platform_of(settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Megatron's CPU settings, with Transformer Engine's layers if the settings ask for them."""
+    if settings["is_bare"]:
+        return nullcontext()
+    if not settings["te"]:
+        return cpu_platform()
+    capability, interprets_triton = settings["te"]
+    return te_platform(tuple(capability), interprets_triton)
 
 
-def run_on_cpu_with_te(
-    main: Callable[[], None], capability: tuple[int, int] = (9, 0), interprets_triton: bool = False
-) -> None:
-    """As :func:`run_on_cpu`, with Transformer Engine's layers: for a worker that is launched with ``te=True``.
+def main() -> None:
+    """Runs the function that the command line names."""
+    name, result, text = sys.argv[1:]
+    settings = json.loads(text)
+    module, _, function = name.partition(":")
+    with platform_of(settings):
+        if settings["joins"]:
+            dist.init_process_group("gloo")
+        found = getattr(importlib.import_module(module), function)(*settings["args"])
+        rank = dist.get_rank() if settings["joins"] else 0
+        Path(f"{result}.{rank}").write_text(json.dumps(found))
+        if settings["joins"]:
+            dist.barrier()  # a rank that ends early makes the others fail
+            dist.destroy_process_group()
 
-    Args:
-        capability: see :func:`tests.te_cpu.te_platform`.
-        interprets_triton: see there.
-    """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with te_platform(capability, interprets_triton):
-        main()
 
-
-def finish(results: dict[str, Any]) -> None:
-    """Writes the results where :func:`tests.ranks.launch.results_of` reads them; ends process groups once all have."""
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+if __name__ == "__main__":
+    main()

@@ -32,14 +32,15 @@ def dense(*parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        assert set(parameters) <= signature.parameters.keys(), function.__name__
+        names = list(inspect.signature(function).parameters)
+        places = {name: names.index(name) for name in parameters}
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
-            for name in parameters:
-                check_dense(function.__name__, name, arguments.get(name))
+            for name, place in places.items():
+                value = args[place] if place < len(args) else kwargs.get(name)
+                if value is not None:
+                    check_dense(function.__name__, name, value)
             return function(*args, **kwargs)
 
         vars(checked)["dense_parameters"] = parameters

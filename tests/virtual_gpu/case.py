@@ -208,20 +208,29 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     model.cuda()
     device = torch.device("cuda")
     stats = CommStats(device)
-    micro_ops = MicroOps(round(case.micro_op_mb * 1e6)) if case.micro_op_mb is not None else None
-    setup = OverlapSetup(
-        case.plans[0], device, stats, timedelta(minutes=2), False, case.switchable, micro_ops, nodes=case.nodes
-    )
-    if setup.scheduler is not None:
-        from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+    priority = []
+    if case.micro_op_mb is not None:
+        from megatron_lancet.features.comm_priority.feature import ActivePriority
 
-        stack.enter_context(reductions_in_micro_ops(setup.scheduler))
+        priority = [ActivePriority(MicroOps(round(case.micro_op_mb * 1e6)), stats)]
+        priority[0].enter(stack)
+    setup = OverlapSetup(
+        case.plans[0],
+        device,
+        stats,
+        timedelta(minutes=2),
+        switchable=case.switchable,
+        nodes=case.nodes,
+        features=priority,
+    )
     if case.num_scheduled is not None:
         stack.enter_context(paired_schedules(lambda: setup.stages))
     setup([model])
     if case.max_rows is not None:
         stack.enter_context(rounds_in_loopback())
-        setup.limit_expert_rows(case.max_rows)
+        from megatron_lancet.features.row_bound.feature import limit_rows
+
+        limit_rows(setup, case.max_rows)
     name_streams(setup._comm.transport)
     for kind, place in (HOPS if case.nodes is not None else {}).items():
         setup._comm.transport_of(Op(1, 0, Phase.FORWARD, kind))._stream.name = f"comm {place}"
@@ -234,6 +243,8 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
             setup.switch(plan)
         for names in case.late:
             losses, host_waits, exchanges = _watched_step(case, setup, gpu, ddp, names)
+            for feature in priority:
+                feature.observe(lambda: None)
             if not case.equals_stock and not found.host_waits:
                 stock = stock._replace(losses=losses, gradients=gradients(model))
             errors = relative_errors(gradients(model), stock.gradients)

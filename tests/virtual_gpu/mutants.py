@@ -337,7 +337,7 @@ def is_wrong_when_late(name: str, stream: str) -> bool:
 
 
 def main() -> None:
-    from tests.ranks.worker import run_on_cpu
+    from megatron_lancet.training.platform.cpu import cpu_platform
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the report")
@@ -347,16 +347,14 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
-    def survey_all() -> None:
-        command = " ".join(["python -m tests.virtual_gpu.mutants", *sys.argv[1:]])
+    command = " ".join(["python -m tests.virtual_gpu.mutants", *sys.argv[1:]])
+    with cpu_platform():
         report = {"command": command, "date": str(datetime.date.today()), "mutants": survey(args.only)}
-        text = json.dumps(report, indent=1) + "\n"
-        if args.json is not None:
-            args.json.write_text(text)
-        if args.write:
-            REPORT.write_text(text)
-
-    run_on_cpu(survey_all)
+    text = json.dumps(report, indent=1) + "\n"
+    if args.json is not None:
+        args.json.write_text(text)
+    if args.write:
+        REPORT.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training steps on the virtual GPU: ordered, equal to stock with late streams, and with few waits of the host."""
 
-import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from tests.ranks import launch
 from tests.small_gpt import SETTINGS
 from tests.virtual_gpu.case import HOPS
 from tests.virtual_gpu.cases import CASES, DAMAGED, TE_CASES
+from tests.virtual_gpu.worker import all_shown
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT_S = 900
 ALL = {**CASES, **TE_CASES}
 # About twice the largest measured deviation of any parameter: 4.2e-7 in fp32, and 1.5e-2 in bf16 for the weight of a
@@ -36,16 +36,14 @@ TESTS_OWN = ("case.py", "paired.py", "pipeline.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Both workers at once: one has Transformer Engine."""
-    folders = {te: tmp_path_factory.mktemp("te" if te else "local") for te in (False, True)}
-    ranks = {
-        te: launch.start(WORKER, [folder / "result.json", *(["--te"] if te else [])], 1, folder, te=te)
-        for te, folder in folders.items()
-    }
-    found: dict[str, Any] = {}
-    for te, folder in folders.items():
-        launch.check(launch.finish(ranks[te], folder, TIMEOUT_S))
-        found |= json.loads((folder / "result.json.0").read_text())
-    return found
+
+    def shown(te: bool) -> dict[str, Any]:
+        folder, device = tmp_path_factory.mktemp("cases"), launch.Te() if te else None
+        return launch.results_of(all_shown, 1, folder, TIMEOUT_S, [te], device, joins=False)[0]
+
+    with ThreadPoolExecutor() as pool:
+        local, with_te = pool.map(shown, (False, True))
+    return local | with_te
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -131,7 +129,7 @@ def needs_no_counts(case, plan) -> bool:
     return case.overrides.get("moe_pad_expert_input_to_capacity", False) and plan.num_chunks == 1
 
 
-def test_cases_cover_each_late_stream_with_and_without_deferred_weight_grads():
+def test_cases_cover_each_late_stream_with_each_dw_policy():
     for policy in DwPolicy:
         late = {name for case in CASES.values() if uses(case, policy) for names in case.late for name in names}
         assert late >= {"compute", "comm", "DDP", "NCCL"}

@@ -68,7 +68,7 @@ def test_one_event_for_all_messages_is_found(late):
     assert "copy_ on comm" in problems[0].text
 
 
-def test_one_event_for_all_messages_makes_wrong_numbers_on_a_late_stream():
+def test_one_event_for_all_messages_makes_wrong_numbers():
     results, _ = messages("comm", events=1)
     assert not torch.equal(results[0], ROWS)
 
@@ -108,7 +108,7 @@ def test_receive_buffer_that_is_used_again_too_early_is_found(late):
     assert "mul on compute" in problems[0].text
 
 
-def test_receive_buffer_that_is_used_again_too_early_makes_wrong_numbers_on_a_late_stream():
+def test_receive_buffer_reused_too_early_makes_wrong_numbers():
     results, _ = shared_receive_buffer("compute", waits_for_reader=False)
     assert not torch.equal(results[0], 2 * ROWS)
 

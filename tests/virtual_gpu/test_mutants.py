@@ -1,29 +1,23 @@
 """Every place that orders kernels or keeps memory is needed: without it, the report's case fails as reported."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.ranks import launch
-from tests.virtual_gpu import mutants
+from tests.virtual_gpu import mutants, worker
 from tests.virtual_gpu.places.misplaced import REPLACED, SWAPPED
 from tests.virtual_gpu.places.needless import NEEDLESS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-TIMEOUT_S = 900
 FOUND = {str(mutant): mutant for mutant in mutants.find()}
 REPORTED = mutants.reported()
 CAUGHT = [name for name, row in REPORTED.items() if row["case"]]
 REPEAT = "Run: python -m tests.virtual_gpu.mutants --write"
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mutants")
-    worker = Path(__file__).with_name("worker.py")
-    return launch.results_of(worker, 1, folder, TIMEOUT_S, ["--mutants"])[0]
+judged = launch.result(worker.judged, timeout_s=900, joins=False)
 
 
 def test_mutants_of_the_product_are_those_of_the_report():

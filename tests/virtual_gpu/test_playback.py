@@ -95,7 +95,7 @@ def test_order_of_launches_hides_messages_of_range(name, logs):
     assert played(logs[name]).exposed_share < MAX_EXPOSED_SHARES[name]
 
 
-def test_order_of_launches_hides_messages_of_the_dispatch_without_duplicates(logs):
+def test_order_of_launches_hides_messages_of_dedup(logs):
     """As many as of the plain one: the host does not wait for the number of distinct rows before it makes them.
 
     When it did, a share of 0.40 was exposed: the device had nothing to do in front of each dispatch.

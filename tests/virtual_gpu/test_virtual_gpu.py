@@ -109,7 +109,7 @@ def test_host_orders_streams_by_waiting():
         assert [wait.reason for wait in gpu.host_waits] == ["event"]
 
 
-def test_new_memory_is_not_for_a_stream_that_has_not_waited_for_its_allocation():
+def test_new_memory_is_not_for_a_stream_that_did_not_wait():
     with watched() as (gpu, compute, side):
         ready = compute.record_event()
         buffer = torch.empty(8, device="cuda")
@@ -150,7 +150,7 @@ def test_memory_is_freed_behind_all_that_use_it(keeps, problems):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_late_stream_runs_when_another_waits_for_it_and_not_before(waits):
+def test_late_stream_runs_when_another_waits_for_it(waits):
     with watched("side") as (gpu, compute, side):
         rows = torch.ones(8, device="cuda")
         side.wait_stream(compute)

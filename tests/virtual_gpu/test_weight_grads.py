@@ -89,14 +89,14 @@ def test_weight_grads_on_streams_are_ordered_and_right(recorded):
     assert max(recorded.found.gradients.values()) < 0.05  # bf16
 
 
-def test_planned_weight_grads_are_enqueued_in_front_of_their_waits_and_no_others(recorded):
+def test_planned_weight_grads_are_enqueued_before_their_waits(recorded):
     num_passes = len(recorded.enqueued[GAPS[0].op])
     assert num_passes > 1
     expected = {gap.op: [name for name in gap.weight_grads if "no_such" not in name] for gap in GAPS}
     assert recorded.enqueued == {op: num_passes * names for op, names in expected.items()}
 
 
-def test_weight_grads_planned_for_a_forward_are_enqueued_in_front_of_its_waits(recorded_in_pairs):
+def test_weight_grads_are_enqueued_before_waits_of_a_forward(recorded_in_pairs):
     num_pairs, num_steps = 2, 2
     expected = {gap.op: num_steps * num_pairs * list(gap.weight_grads) for gap in FORWARD_GAPS[:3]}
     assert recorded_in_pairs.enqueued == expected

@@ -1,25 +1,15 @@
-"""Cases or mutants on the virtual GPU, in one process, as rank 0 of a mocked world.
-
-Usage: worker.py RESULT.json [--te | --mutants]. It writes RESULT.json.0: what each case has shown, or what the case of
-the report says about each mutant.
-"""
+"""Cases or mutants on the virtual GPU, in one process, as rank 0 of a mocked world."""
 
 import dataclasses
-import json
 import logging
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.ranks.worker import run_on_cpu, run_on_cpu_with_te
 from tests.virtual_gpu import mutants
 from tests.virtual_gpu.case import Case, run
 from tests.virtual_gpu.cases import CASES, DAMAGED, MUTANT_CASES, TE_CASES
-
-TE_FLAG, MUTANTS_FLAG = "--te", "--mutants"
 
 
 def shown(cases: dict[str, Case]) -> dict[str, Any]:
@@ -44,6 +34,7 @@ def judged() -> dict[str, Any]:
 
     Another run delays the first stream that makes numbers wrong in the report.
     """
+    prepare()
     rows = mutants.reported()
     caught, wrong_when_late = {}, {}
     for mutant, tree in mutants.find().items():
@@ -57,14 +48,19 @@ def judged() -> dict[str, Any]:
     return {"caught": caught, "wrong_when_late": wrong_when_late, "clean": clean}
 
 
-def main() -> None:
+def all_shown(te: bool) -> dict[str, Any]:
+    """What each case has shown.
+
+    Args:
+        te: the cases with Transformer Engine's layers; otherwise the others, and those in which something is wrong.
+    """
+    prepare()
+    if te:
+        return shown(TE_CASES)
+    damaged = {name: [problem.kind for problem in run(*one).problems] for name, one in DAMAGED.items()}
+    return shown(CASES) | damaged
+
+
+def prepare() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    results = judged() if MUTANTS_FLAG in sys.argv else shown(TE_CASES if TE_FLAG in sys.argv else CASES)
-    if len(sys.argv) == 2:
-        results |= {name: [problem.kind for problem in run(*damaged).problems] for name, damaged in DAMAGED.items()}
-    Path(f"{sys.argv[1]}.0").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    (run_on_cpu_with_te if TE_FLAG in sys.argv else run_on_cpu)(main)

@@ -3,7 +3,8 @@
 The messages and the order of ops are those of the plain dispatch.
 """
 
-from megatron_lancet.schedule.dispatch import NOTHING_IS_SENT, Blocker, Dispatch, Layout
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 
 
 class _Dedup(Dispatch):

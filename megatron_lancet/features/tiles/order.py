@@ -5,7 +5,8 @@ part by part (Comet section 3).
 from dataclasses import replace
 
 from megatron_lancet.features.tiles.support import model_blocker
-from megatron_lancet.schedule.dispatch import NOTHING_IS_SENT, Blocker, Dispatch, Layout, OwnRows
+from megatron_lancet.schedule.dispatch import Dispatch, OwnRows
+from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
 
 _TILED = (Wait(OpKind.DISPATCH), Compute(OpKind.EXPERTS), Launch(OpKind.COMBINE))

@@ -1,6 +1,6 @@
 """What a model that runs rows in tiles may not have."""
 
-from megatron_lancet.schedule.dispatch import Blocker
+from megatron_lancet.schedule.layout import Blocker
 
 
 def model_blocker(is_quantized: bool, has_row_bound: bool) -> Blocker | None:

@@ -1,6 +1,7 @@
 """One row per token and *node* that has any of its experts, and from there one per token and rank."""
 
-from megatron_lancet.schedule.dispatch import NOTHING_IS_SENT, Blocker, Dispatch, Layout
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
 
 _HOPS: dict[Verb, Layer] = {

@@ -2,24 +2,17 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
-from megatron_lancet.training.load.placement import FLAG as PLACEMENT_FLAG
-from megatron_lancet.training.load.placement import choose_placement, placement_note
-from megatron_lancet.training.load.rebalance import check_can_rebalance
-from megatron_lancet.training.load.received_rows import check_row_limit
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.comm_priority import choose_micro_ops
-from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.plan.wire import choose_wire, wire_note
-from megatron_lancet.training.run import check_features, notes_of_features, run_facts
+from megatron_lancet.training.run import check_features, facts_of_run, notes_of_features
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
@@ -51,16 +44,9 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     if isinstance(config.plan, Path) and not config.plan.is_file():
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
-    choose_micro_ops(args, config, plan)
-    wire = choose_wire(args, config, plan)
-    check_can_rebalance(args, config, plan)
-    here = config.expert_placement is None or config.expert_placement.is_file()
-    placements = choose_placement(args, config if here else replace(config, expert_placement=None), plan)
-    check_row_limit(args, config, plan)
-    facts = run_facts(args, config, plan)
+    facts = facts_of_run(args, config, plan, device=None)
     check_features(facts)
     check_can_profile(args, config, plan)
-    check_comm_sms(args, config, plan, device=None)
     if plan is None:
         return DescribedPlan([line])
     lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))
@@ -73,9 +59,8 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
             pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
             note = unknown_nodes_note(args, config)
             lines += [note] if note is not None else []
-    lines[0] += f"{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
-    if not here:
-        lines.append(f"{PLACEMENT_FLAG} {config.expert_placement} is not here: it is checked when the run starts")
+    lines[0] += f"{notes_of_features(facts)}"
+    lines += [line for feature in config.features for line in feature.missing_files(config)]
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
         lines.append(
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "

@@ -13,7 +13,6 @@ from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
 from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
@@ -123,7 +122,11 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
 
 def _refuse_unknown(args: argparse.Namespace, config: LancetConfig) -> None:
     reasons = {
-        "--lancet-wire": (config.wire is not Wire.EXACT, "messages carry hidden states as they are"),
+        **{
+            flag: (value != entry.default, its.unmodelled)
+            for flag, entry, its, value in config.entries()
+            if its.unmodelled
+        },
         "--hybrid-layer-pattern": (args.hybrid_layer_pattern, "its layers need Transformer Engine"),
         "--moe-expert-capacity-factor": (
             args.moe_expert_capacity_factor,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from megatron_lancet.planning.profile import ModelFacts, OpTime, WeightGradTime
+from megatron_lancet.planning.verbs import is_cut
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
-from megatron_lancet.schedule.turns import is_cut
 
 _READY_AFTER = (
     ("eh_proj", OpKind.MTP_PROJECTION),

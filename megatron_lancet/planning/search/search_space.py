@@ -8,7 +8,8 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows, tiles_blocker
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
+from megatron_lancet.schedule.layout import tiles_blocker
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
 TILES = (1, 2, 4)

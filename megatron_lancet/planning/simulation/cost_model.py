@@ -18,8 +18,9 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
-from megatron_lancet.schedule.dispatch import PLAIN, Blocker, Dispatch
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.layout import Blocker
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 

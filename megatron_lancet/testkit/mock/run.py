@@ -148,7 +148,7 @@ def mocked_world_of(args: argparse.Namespace, config: LancetConfig) -> Iterator[
     if inside is not None:
         assert config.ranks_per_node is not None
         nodes = MockedNodes(config.ranks_per_node, inside)
-    mocked = mock_world(args.world_size, link, timeout, nodes, config.comm_sms or NUM_SMS)
+    mocked = mock_world(args.world_size, link, timeout, nodes, config.message_sms or NUM_SMS)
     with megatron_in_mocked_world(_add_backend), mocked:
         yield
 

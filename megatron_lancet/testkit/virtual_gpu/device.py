@@ -262,6 +262,8 @@ class VirtualGpu:
                     new.copy_(old)
             return placed(storages[old._cdata], tensor)
 
+        if isinstance(result, torch.Tensor):  # most results: a tree takes longer
+            return place(result)
         return pytree.tree_map_only(torch.Tensor, place, result)
 
     def _poison(self, allocation: Allocation) -> None:

@@ -7,6 +7,7 @@ stream, and the allocating stream has not waited for it. New memory may be some 
 still use, so the allocation counts as a write on its stream. No address has to be used again for either.
 """
 
+import functools
 import sys
 import weakref
 from collections import deque
@@ -25,6 +26,8 @@ from megatron_lancet.testkit.virtual_gpu.order import Order
 POISON = 0xFF
 """Byte of memory whose content is not defined: NaN in floating-point types, -1 in integers."""
 
+_empty = torch.empty
+"""Torch's own function: inside of a virtual GPU the name leads to one that notes new memory."""
 _SITE_DEPTH = 5
 _SITE_PARTS = ("/megatron/", "/megatron_lancet/", "/tests/")
 _NOT_SITES = (
@@ -200,7 +203,7 @@ class Memory:
 
 def placed(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A tensor on ``storage`` at the place and with the type of ``like``."""
-    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
+    return _empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def call_site() -> str:
@@ -208,11 +211,19 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     sites: list[str] = []
     while frame is not None and len(sites) < _SITE_DEPTH:
-        file = frame.f_code.co_filename
-        if any(part in file for part in _SITE_PARTS) and not any(part in file for part in _NOT_SITES):
-            sites.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}:{frame.f_code.co_name}")
+        code = frame.f_code
+        name = _name_of_site(code.co_filename)
+        if name is not None:
+            sites.append(f"{name}:{frame.f_lineno}:{code.co_name}")
         frame = frame.f_back
     return " < ".join(sites)
+
+
+@functools.cache
+def _name_of_site(file: str) -> str | None:
+    """The name of a file of the program; None for other files."""
+    is_site = any(part in file for part in _SITE_PARTS) and not any(part in file for part in _NOT_SITES)
+    return file.rsplit("/", 1)[-1] if is_site else None
 
 
 def _covers(access: Access, other: Access) -> bool:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -108,19 +108,45 @@ def base_name(function: Any) -> str:
     return str(function._schema.name.split("::")[-1])
 
 
+class _Argument(NamedTuple):
+    """An argument or a result of a schema, and the names of the memory that the operator changes in it.
+
+    A list that is changed has no name.
+    """
+
+    name: str
+    is_changed: bool
+    memory: frozenset[str]
+
+
+@functools.cache
+def _arguments(function: Any) -> tuple[_Argument, ...]:
+    """The arguments of a schema, which torch makes anew for each look: that takes longer than a small kernel."""
+    return tuple(map(_argument, function._schema.arguments))
+
+
+@functools.cache
+def _returns(function: Any) -> tuple[_Argument, ...]:
+    return tuple(map(_argument, function._schema.returns))
+
+
+def _argument(argument: Any) -> _Argument:
+    info = argument.alias_info
+    is_changed = info is not None and info.is_write
+    return _Argument(argument.name, is_changed, frozenset(info.before_set) if is_changed else frozenset())
+
+
 def accesses_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Accesses:
     """The tensors that an operator with these arguments reads and writes, by its schema."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for argument, value in _bound(function, args, kwargs):
-        info = argument.alias_info
-        target = writes if info is not None and info.is_write else reads
-        target.extend(tensors_in(value))
+        (writes if argument.is_changed else reads).extend(tensors_in(value))
     return Accesses(reads, writes)
 
 
-def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    arguments = function._schema.arguments
+def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+    arguments = _arguments(function)
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:
         if argument.name in kwargs:
@@ -130,13 +156,11 @@ def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def results_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Per result of the operator the argument that it is, for operators that write; None for new tensors."""
     results = []
-    for result in function._schema.returns:
-        info = result.alias_info
+    for result in _returns(function):
         own = None
-        if info is not None and info.is_write:
+        if result.is_changed:
             for argument, value in _bound(function, args, kwargs):
-                other = argument.alias_info
-                if other is not None and other.is_write and other.before_set & info.before_set:
+                if argument.memory & result.memory:
                     own = value
         results.append(own)
     return results

@@ -54,7 +54,8 @@ def report_overlap(
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
     summary = tuner.summary() if tuner is not None else None
-    recorder.report(setup.plan, folder, summary, table, setup.wire, setup.max_expert_rows)
+    name = setup.stages[0].decoder.comm.named(setup.plan)
+    recorder.report(setup.plan, folder, name, summary, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")

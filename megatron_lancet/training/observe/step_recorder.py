@@ -22,7 +22,6 @@ from megatron_lancet.report.summary import (
 )
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -155,20 +154,18 @@ class StepRecorder:
         self,
         plan: Plan | None,
         folder: Path | None,
+        name: str = "off",
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
-        wire: Wire = Wire.EXACT,
-        max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
         Args:
             plan: plan of the last steps; None for stock modules.
             folder: folder for report.json; None writes no file.
+            name: text of the plan.
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
-            wire: number format of hidden states in messages.
-            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
         if not records:
@@ -184,12 +181,11 @@ class StepRecorder:
             return
         report = summarise(
             [rank for rank in per_rank if rank is not None],
-            ("off" if plan is None else str(plan)) + ("" if wire is Wire.EXACT else f" wire={wire}"),
+            name,
             len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
-            max_expert_rows=max_expert_rows,
         )
         if tuning is not None:
             report["tuning"] = tuning

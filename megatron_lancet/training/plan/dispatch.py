@@ -7,8 +7,10 @@ import argparse
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import PlanPart
 from megatron_lancet.planning.search.search_space import Exclusion
-from megatron_lancet.schedule.dispatch import PLAIN, Blocker, Dispatch, Layout, tiles_blocker
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
+from megatron_lancet.schedule.layout import Blocker, Layout, tiles_blocker
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
@@ -128,9 +130,14 @@ def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker 
         args: Megatron's arguments, validated or not.
     """
     blocker = tiles_blocker(_layout(args, config, None))
-    if blocker is None and config.dispatch is not None and not config.dispatch.can_tile:
+    if blocker is not None:
+        return blocker
+    if config.dispatch is not None and not config.dispatch.can_tile:
         return Blocker(f"the messages of {FLAG} {config.dispatch} have no tiles", advice=f"drop {FLAG}")
-    return blocker
+    for feature in config.features:
+        for found in feature.plan_blockers(PlanPart.TILES, args, config):
+            return Blocker(found.reason, advice=found.advice)
+    return None
 
 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
@@ -215,7 +222,6 @@ def _layout(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str |
         args.moe_pad_expert_input_to_capacity,
         nodes,
         is_quantized=bool(args.fp8 or args.fp4),
-        has_row_bound=config.max_received_rows is not None,
     )
 
 

@@ -53,7 +53,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         for obstacle in pairing_blockers(args, config):
             raise UsageError(
                 f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
-                f"{obstacle.advice}, or make a plan for this run."
+                f"{obstacle.advice_begins}, or make a plan for this run."
             )
     refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
     if refusal is not None:

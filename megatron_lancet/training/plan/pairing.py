@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_lancet.config import LancetConfig, PairingChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import PlanBlocker, PlanPart
 from megatron_lancet.planning.search.search_space import Exclusion
-from megatron_lancet.schedule.reductions import CommPriority
 
 FLAG = "--lancet-pairing"
 MEGATRONS_FLAG = "--overlap-moe-expert-parallel-comm"
@@ -16,25 +15,12 @@ _ASKED = "lancet_pairing_asked"
 """Name among Megatron's arguments: the mapping clears the argument of Megatron's flag."""
 
 
-@dataclass(frozen=True)
-class PairingBlocker:
-    """Why a run can't pair its micro-batches.
-
-    Attributes:
-        reason: a clause.
-        advice: what to change, as the begin of a sentence.
-    """
-
-    reason: str
-    advice: str
-
-
 def ask_for_pairing(args: argparse.Namespace) -> None:
     """Notes that Megatron's flag was given, before it is cleared."""
     setattr(args, _ASKED, True)
 
 
-def pairing_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[PairingBlocker]:
+def pairing_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
     """Yields the reasons why micro-batches can't be paired.
 
     Pairing cuts nothing and changes no order of sums, so it works with whatever routing, precision, recompute and
@@ -46,24 +32,20 @@ def pairing_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator
     samples = args.micro_batch_size * args.data_parallel_size
     # With a schedule of batch sizes the first steps may have one micro-batch, and later ones more.
     if args.step_batch_size_schedule is None and args.global_batch_size < 2 * samples:
-        yield PairingBlocker(
+        yield PlanBlocker(
             f"a step has one micro-batch (--global-batch-size {args.global_batch_size}, --micro-batch-size "
             f"{args.micro_batch_size} on {args.data_parallel_size} data-parallel ranks)",
-            "Raise --global-batch-size",
+            "raise --global-batch-size",
         )
     num_stages, is_interleaved = args.pipeline_model_parallel_size, bool(args.virtual_pipeline_model_parallel_size)
     if num_stages > 1 and not is_interleaved:
-        yield PairingBlocker(
+        yield PlanBlocker(
             "Megatron's loop for a pipeline without virtual stages has no place for a pair, and with one its first "
             f"stage would keep {2 * num_stages} micro-batches in place of {num_stages}",
-            "Pass --num-virtual-stages-per-pipeline-rank",
+            "pass --num-virtual-stages-per-pipeline-rank",
         )
-    if is_interleaved and config.comm_priority is not CommPriority.OFF:
-        yield PairingBlocker(
-            f"with virtual stages --lancet-comm-priority {config.comm_priority} would count the all-to-alls of the "
-            "forward beside a backward among those that this backward still has to do",
-            "Drop --lancet-comm-priority",
-        )
+    for feature in config.features:
+        yield from feature.plan_blockers(PlanPart.PAIRING, args, config)
 
 
 def allowed_pairing(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[bool, ...], list[Exclusion]]:
@@ -80,7 +62,7 @@ def allowed_pairing(args: argparse.Namespace, config: LancetConfig) -> tuple[tup
     blockers = list(pairing_blockers(args, config))
     if config.pairing is PairingChoice.ON:
         for blocker in blockers:
-            raise UsageError(f"{FLAG} on can't be followed: {blocker.reason}. {blocker.advice}, or drop {FLAG}.")
+            raise UsageError(f"{FLAG} on can't be followed: {blocker.reason}. {blocker.advice_begins}, or drop {FLAG}.")
         return (True,), []
     return ((False,) if blockers else (False, True)), [Exclusion("pairing", blocker.reason) for blocker in blockers]
 

@@ -14,8 +14,6 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Samples
-from megatron_lancet.schedule.reductions import CommPriority
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
 
 OWN_DISPATCHER = "alltoall"
@@ -353,14 +351,7 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
     Args:
         validated: see :func:`unsupported`.
     """
-    needs_plan = (
-        config.comm_priority is not CommPriority.OFF
-        or config.comm_sms is not None
-        or config.wire is not Wire.EXACT
-        or config.max_received_rows is not None
-        or config.places_experts
-        or any(feature.needs_plan(config) for feature in config.features)
-    )
+    needs_plan = any(feature.needs_plan(config) for feature in config.features)
     wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:
         return []

@@ -23,8 +23,8 @@ from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.reductions import reduction_of
 from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction

@@ -32,7 +32,7 @@ def profiled_model(
         micro_batch_size=samples,
         seq_length=positions,
         num_micro_batches=get_num_microbatches(),
-        comm_sms=config.comm_sms,
+        comm_sms=config.message_sms,
     )
 
 

@@ -14,8 +14,8 @@ from megatron_lancet.profiler.cache import write
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.reductions import reduction_of
 from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 
 _FLAG = "--lancet-profile"

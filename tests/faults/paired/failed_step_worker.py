@@ -1,18 +1,15 @@
-"""Paired steps that fail in the same place on both ranks, each followed by a step as if nothing had happened.
-
-Usage: failed_step_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Paired steps that fail in the same place on both ranks, each followed by a step as if nothing had happened."""
 
 import gc
 import weakref
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.faults.paired.step import PLANS, PairedStep
-from tests.ranks.worker import finish, run_on_cpu
 
 NUM_PLACES = 24
 """Places that are tried, evenly spread over those of a step."""
@@ -108,17 +105,13 @@ def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def all_attempts() -> dict[str, Any]:
+    """By plan, see :func:`attempts`."""
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     results = {}
     for plan in PLANS:
         with ExitStack() as stack:
             results[plan] = attempts(plan, stack)
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return results

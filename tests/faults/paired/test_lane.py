@@ -46,7 +46,7 @@ def _on_main_thread(stock, interrupt):
 
 
 @pytest.mark.parametrize("in_front_of", ["telling", "waiting"])
-def test_interrupted_caller_ends_the_forward_and_uses_the_lane_again(monkeypatch, in_front_of):
+def test_interrupted_caller_uses_the_lane_again(monkeypatch, in_front_of):
     lane, events = interrupted_lane(monkeypatch, in_front_of)
     lane.end()
     assert events == ["begin", "end"]
@@ -56,7 +56,7 @@ def test_interrupted_caller_ends_the_forward_and_uses_the_lane_again(monkeypatch
     assert forward.take_result() == "result"
 
 
-def test_error_of_a_forward_is_raised_where_the_turn_was_given_and_ends_only_that_forward():
+def test_error_of_a_forward_ends_only_that_forward():
     lane = ForwardLane(on_cuda=False)
     first, second = lane.add(lambda: [][0]), lane.add(lambda: "result")
     with pytest.raises(IndexError):

@@ -10,6 +10,7 @@ from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import fixed_plan, paired
 from tests.faults.test_never_hangs import ENDS_WITHIN_S, WORKER, last_line
 from tests.ranks import launch
+from tests.ranks.preloaded import FULL_END
 from tests.ranks.pretraining import EP2, command_line
 
 pytestmark = pytest.mark.distributed
@@ -21,8 +22,8 @@ def run(token_data, tmp_path_factory):
     plan = tmp_path_factory.mktemp("plan") / "plan.json"
     write_plan_file(plan, PlanFile(paired(fixed_plan(1))))
 
-    def run_with(fault: str, *extra: object) -> list[launch.RankResult]:
-        env = {"LANCET_TEST_FAULT": fault, "LANCET_TEST_FAULTY_RANK": "1", "LANCET_TEST_TIMEOUT_S": "30"}
+    def run_with(fault: str, *extra: object, **env: str) -> list[launch.RankResult]:
+        env |= {"LANCET_TEST_FAULT": fault, "LANCET_TEST_FAULTY_RANK": "1", "LANCET_TEST_TIMEOUT_S": "30"}
         arguments = command_line(token_data, [*EP2, "--train-iters", "3", "--lancet-plan", plan, *extra])
         return launch.run(WORKER, arguments, 2, tmp_path_factory.mktemp("run"), ENDS_WITHIN_S, env)
 
@@ -81,7 +82,7 @@ def test_ctrl_c_during_a_paired_step_ends_all_ranks(run):
 
 def test_run_without_a_fault_ends_without_a_word(run):
     """The lane's thread is still there when the interpreter ends."""
-    results = run("none")
+    results = run("none", **{FULL_END: "1"})
     launch.check(results)
     for result in results:
         for noise in ("Fatal Python error", "terminate called", "Traceback", "Exception ignored"):

@@ -5,8 +5,6 @@ Usage: worker.py PLAN KIND RANK PLACE LABELS. PLAN is a key of step.PLANS, PLACE
 labels of the second step's boundaries into the file LABELS if it gets there.
 """
 
-import faulthandler
-import signal
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
@@ -50,5 +48,4 @@ def main(status) -> None:
 if __name__ == "__main__":
     from megatron_lancet.training.process.exit import run_rank
 
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     run_rank(main)

@@ -86,7 +86,7 @@ def test_time_of_a_part_is_without_the_parts_inside(clock):
     assert times.of_layers == {"outer": [8], "inner": [20]}
 
 
-def test_time_of_an_op_is_without_parts_and_ends_where_a_part_begins(clock):
+def test_time_of_an_op_is_without_its_parts(clock):
     times = cpu_time.CpuTimes()
     times.begin_step()
     clock.pass_us(3)

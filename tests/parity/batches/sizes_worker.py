@@ -3,10 +3,8 @@
 LANCET_TEST_RESULT names the file; the last rank writes it.
 """
 
-import faulthandler
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,5 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     main()

@@ -1,16 +1,24 @@
 """Every rank of a model-parallel group has what its stage reads of batches of documents, whatever their sizes."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.batches.batches_worker import BOUNDS, LAYOUTS, samples
 from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("batches_worker.py")
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "virtual stages": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+}
+BOUNDS = ([[0, 3, 8], [0, 8, 8]], [[0, 1, 2, 12]], [[0, 4]])
+"""Of three micro-batches: by sample."""
+_KEYS = ("tokens", "labels", "position_ids")
 INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
 STAGES: dict[str, list[list[tuple[str, ...]]]] = {
     "tensor": [[(*INPUTS, *TARGETS)]] * 2,
@@ -24,9 +32,45 @@ SIZES = ([8, 8, 2], [10, 12, 1], [4, 4, 1])
 """Of each micro-batch: longest document, positions of a sample, samples."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("batches"), timeout_s=90)
+def samples() -> Iterator[dict[str, torch.Tensor]]:
+    """Batches whose numbers tell which tensor, sample and position they are of."""
+    for rows in BOUNDS:
+        number = torch.arange(len(rows))[:, None] * 100 + torch.arange(rows[0][-1])
+        tensors = {key: number + 1000 * at for at, key in enumerate(_KEYS)}
+        yield {**tensors, "loss_mask": number % 5, "cu_seqlens": torch.tensor(rows, dtype=torch.int32)}
+
+
+def shares(vp_stage: int | None) -> list[dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
+
+    iterator = samples() if parallel_state.get_tensor_model_parallel_rank() == 0 else None
+    found = []
+    for _ in BOUNDS:
+        batch = next_documents(iterator, tensors_of_stage(vp_stage, predicts_further=False), sequence_parallel=False)
+        tensors = {name: tensor.tolist() for name, tensor in batch.tensors.items()}
+        packed = batch.packed_seq_params(on_host=True, by_document=False)
+        sizes = [packed.max_seqlen_q, packed.tokens_per_sample, batch.num_samples]
+        found.append({**tensors, "bounds": packed.cu_seqlens_q.tolist(), "sizes": sizes})
+    return found
+
+
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
+    from megatron.core import parallel_state
+
+    results: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
+        stages = range(layout["virtual_pipeline_model_parallel_size"]) if name == "virtual stages" else [None]
+        results[name] = [shares(stage) for stage in stages]
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+results = launch.results(all_results, 2, timeout_s=90)
+"""Per rank: what is found for each case."""
 
 
 def share(tensor: torch.Tensor, layout: str, rank: int) -> list[list[float]]:

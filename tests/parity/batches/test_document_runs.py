@@ -88,7 +88,7 @@ def test_losses_equal_those_with_a_mask_of_documents(run, with_mask, case):
     assert validation_losses(ours) == pytest.approx(validation_losses(with_mask), rel=TOLERANCE)
 
 
-def test_losses_of_transformer_engines_layers_equal_those_of_local_layers_with_a_mask(documents, tmp_path):
+def test_te_losses_equal_those_of_local_layers_with_a_mask(documents, tmp_path):
     """Both are Megatron's own, and draw the same first weights; chunks are compared in ``parity/documents``."""
     flags = [*MODEL, *EP2, *STOCK]
     expected = pretrain(documents, [*flags, *MASK], tmp_path / "mask", 2, train_iters=2)

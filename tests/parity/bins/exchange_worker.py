@@ -1,7 +1,4 @@
-"""Four ranks deal the samples of three steps to bins, and of the last step once more, as a resumed run does.
-
-Usage: exchange_worker.py RESULT.json. Each rank writes RESULT.json.<rank>: its batches, by step.
-"""
+"""Four ranks deal the samples of three steps to bins, and of the last step once more, as a resumed run does."""
 
 import random
 from typing import Any
@@ -10,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from tests.ranks.worker import finish, run_on_cpu
 
 NUM_RANKS, NUM_STEPS = 4, 3
 NUM_BINS, SAMPLES_OF_STACK = 2, 3
@@ -58,11 +54,7 @@ def batches(steps: range) -> list[list[dict[str, Any]]]:
     return [plain[first : first + NUM_BINS] for first in range(0, len(plain), NUM_BINS)]
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def all_results() -> dict[str, Any]:
+    """By way of dealing the batches of this rank, by step."""
     whole, last = range(NUM_STEPS), range(NUM_STEPS - 1, NUM_STEPS)
-    finish({"whole": batches(whole), "resumed": batches(last)})
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return {"whole": batches(whole), "resumed": batches(last)}

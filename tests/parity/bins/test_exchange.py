@@ -1,7 +1,6 @@
 """Samples reach the rank that computes them, whole and once, and a resumed run deals them alike."""
 
 from itertools import chain, pairwise
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.parity.bins.exchange_worker import (
     NUM_RANKS,
     NUM_STEPS,
     SAMPLES_OF_STACK,
+    all_results,
     labelled,
     tokens,
 )
@@ -20,12 +20,9 @@ from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("exchange_worker.py")
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch.results_of(WORKER, NUM_RANKS, tmp_path_factory.mktemp("exchange"), timeout_s=90)
+results = launch.results(all_results, NUM_RANKS, timeout_s=90)
+"""Per rank: what is found for each case."""
 
 
 def samples_of(batch):

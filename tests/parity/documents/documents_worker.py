@@ -1,7 +1,4 @@
-"""Packed documents in the overlapping layers beside stock with a mask of documents, on two ranks.
-
-Usage: documents_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Packed documents in the overlapping layers beside stock with a mask of documents, on two ranks."""
 
 import copy
 import sys
@@ -12,14 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from tests.parity.documents.cases import CASES, LAYOUTS, LLAMA, PREDICTIONS, ROPE, WHOLE, Case, Samples, sequence
 from tests.parity.documents.samples import mask_of, micro_batch, params_of
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.gradients_worker import build, close, gradients, logged_losses, plan_of, wrap_with_ddp
-from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
 
 NUM_MICRO_BATCHES = 2
@@ -230,39 +226,28 @@ def one_document_a_sample(case: Case) -> dict[str, Any]:
 
 
 def in_layout(name: str) -> dict[str, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+    with parallel(LAYOUTS[name]) as settings:
+        results, stock_runs = {}, dict[str, Any]()
 
-    layout = LAYOUTS[name]
-    parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * layout.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
-    settings = {**layout, "sequence_parallel": "tensor_model_parallel_size" in layout}
-    results, stock_runs = {}, dict[str, Any]()
+        def settled(case: Case) -> Case:
+            return case._replace(overrides={**settings, **case.overrides})
 
-    def settled(case: Case) -> Case:
-        return case._replace(overrides={**settings, **case.overrides})
-
-    for case_name, case in CASES[name].items():
-        results[f"{name}/{case_name}"] = compare(settled(case), nullcontext, stock_runs)
-    if name == "EP2":
-        for case_name, (case, disturb) in DISTURBED.items():
-            results[case_name] = compare(settled(case), disturb, stock_runs)
-        for case_name, case in ONE_DOCUMENT.items():
-            results[f"one-document/{case_name}"] = one_document_a_sample(settled(case))
-    parallel_state.destroy_model_parallel()
-    return results
+        for case_name, case in CASES[name].items():
+            results[f"{name}/{case_name}"] = compare(settled(case), nullcontext, stock_runs)
+        if name == "EP2":
+            for case_name, (case, disturb) in DISTURBED.items():
+                results[case_name] = compare(settled(case), disturb, stock_runs)
+            for case_name, case in ONE_DOCUMENT.items():
+                results[f"one-document/{case_name}"] = one_document_a_sample(settled(case))
+        return results
 
 
-def main() -> None:
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
 
-    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     with sequence_parallel_with_torch_norm():
         for name in LAYOUTS:
             results |= in_layout(name)
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return results

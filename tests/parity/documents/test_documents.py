@@ -1,27 +1,23 @@
 """Packed documents in the overlapping layers against stock with a mask of documents: losses and every gradient."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.documents.cases import CASES
+from tests.parity.documents.documents_worker import all_results
 from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("documents_worker.py")
 NAMES = [f"{layout}/{name}" for layout, cases in CASES.items() for name in cases]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Per rank: how far each case is from stock."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("documents"), timeout_s=240)
+results = launch.results(all_results, 2, timeout_s=240)
+"""Per rank: what is found for each case."""
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_and_gradients_equal_stock_with_a_mask_of_documents(results, name, check_gradients):
+def test_gradients_equal_stock_with_a_mask_of_documents(results, name, check_gradients):
     for rank, result in enumerate(results):
         found = result[name]
         assert found["zero_gradients"] == []
@@ -38,7 +34,7 @@ def test_losses_of_an_evaluation_equal_stock(results, name):
 
 
 @pytest.mark.parametrize("name", ["one-document/plain/k=1", "one-document/llama-like/k=2/sequence"])
-def test_samples_of_one_document_give_the_bits_of_samples_without_documents(results, name):
+def test_samples_of_one_document_equal_plain_samples(results, name):
     for result in results:
         found = result[name]
         assert (found["loss"], found["evaluation"], found["logged"]) == (0.0, 0.0, 0.0)

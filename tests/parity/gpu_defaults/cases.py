@@ -77,13 +77,11 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
     "fused-dw/local": ({**_LOCAL, **FUSED, "num_moe_experts": 4}, (WHOLE, BATCH, IN_SEQUENCE)),
     "fused-dw/local/one-expert": ({**_LOCAL, **FUSED, **_ONE_EXPERT}, (WHOLE, IN_SEQUENCE)),
 }
+_FUSED_YARN = {**_YARN, "num_layers": 1, "num_attention_heads": 2, "apply_rope_fusion": True}
 FEW_TOKENS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
-    "rope/mla": ({**_TE, "num_layers": 1, **_YARN, "apply_rope_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
-    "rope/mla-local": ({**_LOCAL, "num_layers": 1, **_YARN, "apply_rope_fusion": True}, (IN_SEQUENCE,)),
-    "rope/mla-mtp": (
-        {**_TE, "num_layers": 1, "mtp_num_layers": 1, **_YARN, "apply_rope_fusion": True},
-        (IN_SEQUENCE,),
-    ),
+    "rope/mla": ({**_TE, **_FUSED_YARN}, (WHOLE, BATCH, IN_SEQUENCE)),
+    "rope/mla-local": ({**_LOCAL, **_FUSED_YARN}, (IN_SEQUENCE,)),
+    "rope/mla-mtp": ({**_TE, **_FUSED_YARN, "mtp_num_layers": 1}, (IN_SEQUENCE,)),
 }
 """Cases with kernels in Triton's interpreter, which needs milliseconds per position and head."""
 
@@ -129,7 +127,7 @@ DEFAULTS: dict[str, Default] = {
     "use_te_activation_func": Default(
         {},
         reason="the overlap refuses it",
-        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_keep_stock_with_a_reason",
     ),
     "attention_backend": Default({"attention_backend": "fused"}, _cases("attention-backend", "attention-backend/mla")),
     "moe_permute_fusion": Default(
@@ -147,7 +145,7 @@ DEFAULTS: dict[str, Default] = {
     "tp_comm_overlap": Default(
         {},
         reason="its buffers need CUDA's shared memory between devices, and the overlap refuses it",
-        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_keep_stock_with_a_reason",
     ),
     "distributed_backend": Default(
         {},

@@ -1,11 +1,13 @@
 """Connections that many models of a worker share, one after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_lancet.patching import around
 from megatron_lancet.schedule.nodes import Nodes
@@ -42,3 +44,29 @@ def shared_connections(nodes: Nodes | None = None) -> Iterator[None]:
 
     with around(overlap_setup, "make_transport", the_transport), around(overlap_setup, "make_hops", the_hops):
         yield
+
+
+@contextmanager
+def parallel(sizes: Mapping[str, int], nodes: Nodes | None = None) -> Iterator[dict[str, Any]]:
+    """Inside, ranks are parallel in this way and models share connections; yields the fields of the config.
+
+    Args:
+        sizes: of Megatron's groups.
+        nodes: see :func:`shared_connections`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES
+
+    before = set(distributed_c10d._world.pg_map)
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    # As Megatron's schedule does.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
+    with shared_connections(nodes):
+        yield {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
+    # Megatron forgets its groups. They would live on, and a thread of each wakes up a hundred times a second.
+    dist.barrier()
+    for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()

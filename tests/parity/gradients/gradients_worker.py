@@ -1,7 +1,4 @@
-"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP.
-
-Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP."""
 
 import copy
 import re
@@ -25,7 +22,7 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 from tests.layer_inputs import take_inputs
-from tests.parity.gradients.connections import shared_connections
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -58,7 +55,6 @@ from tests.parity.gradients.variants import (
 )
 from tests.parity.load import guarded
 from tests.parity.tiles import cases as tiled
-from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 from tests.te_cpu.dense import dense_gating_gradients
 
@@ -172,25 +168,32 @@ def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over=
     return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
 
 
-def overlapping_model(model, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None):
+def overlapping_model(model, plan: Plan, **settings: Any):
     """Makes the model run by the plan; its setup, and counters that know the groups to close."""
-    return overlapping_stages([model], plan, switchable, wire, nodes)
+    return overlapping_stages([model], plan, **settings)
 
 
 def overlapping_stages(
-    models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None
+    models,
+    plan: Plan,
+    switchable: bool = False,
+    wire: Wire = Wire.EXACT,
+    nodes: Nodes | None = None,
+    max_rows: int | None = None,
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
+    from megatron_lancet.features.row_bound.feature import limit_rows
+    from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    setup = OverlapSetup(
-        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire, nodes=nodes
-    )
+    narrow, timeout = [ActiveWire(wire)], timedelta(minutes=2)
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, nodes=nodes, features=narrow)
     setup(models)
+    limit_rows(setup, max_rows)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
 
@@ -296,17 +299,15 @@ def compare_plan(
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
+    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes, max_rows=max_rows)
     place(our_model, placed)
-    setup.limit_expert_rows(max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
-        grouped = stack.enter_context(
-            mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
-        )
+        name = "multiply_one_by_one"
+        grouped = stack.enter_context(mock.patch.object(grouped_linear, name, wraps=getattr(grouped_linear, name)))
         results = [(step(ours, NUM_IN_FIRST_STEP), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
@@ -348,8 +349,7 @@ def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
     found = {}
     for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
         model, config, precision = build(case.overrides)
-        setup, stats = overlapping_model(model, case.plan)
-        setup.limit_expert_rows(max_rows)
+        setup, stats = overlapping_model(model, case.plan, max_rows=max_rows)
         ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -401,6 +401,11 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
 
 def all_results() -> dict[str, Any]:
     """What is found for each case, by its name."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return results_on_two_ranks()
+
+
+def results_on_two_ranks() -> dict[str, Any]:
     from tests.parity.gradients.switching import switching_cases
 
     results: dict[str, Any] = {}
@@ -456,19 +461,3 @@ def all_results() -> dict[str, Any]:
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
     return results
-
-
-def main() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-    with shared_connections():
-        results = all_results()
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)

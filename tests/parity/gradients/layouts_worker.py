@@ -1,30 +1,19 @@
-"""Stock and overlapping model side by side on four ranks, in each layout of tensor, context and expert parallelism.
+"""Stock and overlapping model side by side on four ranks, in each layout of tensor, context and expert parallelism."""
 
-Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
-from megatron_lancet.schedule.nodes import Nodes
 from tests.parity.gradients import hops
-from tests.parity.gradients.connections import shared_connections
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan, plan_of
+from tests.parity.gradients.gradients_worker import compare_plan, plan_of
 from tests.parity.gradients.hop_rows import profiled_and_sent
 from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
 from tests.parity.gradients.switching import switch_through_plans
 from tests.parity.load import guarded
 from tests.parity.tiles import cases as tiled
-from tests.ranks.worker import finish, run_on_cpu
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "EP4": {"expert_model_parallel_size": 4},
@@ -82,25 +71,6 @@ DEDUP_CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
 """The same with the deduplicated dispatch."""
 CHANGES_SUMS = ("EP4/dedup/top-4/k=1", "EP2xETP2/dedup/k=1")
 """Four experts per token, or the parts of an expert on two ranks: outputs are summed in another order than stock's."""
-
-
-@contextmanager
-def parallel(sizes: dict[str, int], nodes: Nodes | None = None) -> Iterator[dict[str, Any]]:
-    """Inside, ranks are parallel in this way; yields the fields of the config that say so."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-    before = set(distributed_c10d._world.pg_map)
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    # As Megatron's schedule does.
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
-    with shared_connections(nodes):
-        yield {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
-    # Megatron forgets its groups. They would live on, and a thread of each wakes up a hundred times a second.
-    dist.barrier()
-    for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
-        dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
 
 
 def compare_in(
@@ -162,10 +132,10 @@ def hop_rows_in(layout: str, num_chunks: int) -> dict[str, Any]:
         return {f"{layout}/rows-of-hops": profiled_and_sent({**config, **TOP_4}, num_chunks)}
 
 
-def main() -> None:
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
 
-    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:
@@ -177,8 +147,4 @@ def main() -> None:
         for layout in hops.LAYOUTS:
             results |= compare_hops_in(layout)
         results |= hop_rows_in("EP4", 1) | hop_rows_in("EP2xETP2", 2)
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return results

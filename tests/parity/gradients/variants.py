@@ -301,10 +301,5 @@ NARROW: dict[str, Plan] = {
 """Runs with ``--lancet-wire fp8``: messages whose hidden states are rounded."""
 
 
-def precision_of(case: str) -> str:
-    """Of the gradients in a case of that name."""
-    return "bf16" if "bf16" in case.split("/") else "fp32"
-
-
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:
     return "/".join([name, f"k={num_chunks}", *cut.values()])

@@ -75,7 +75,7 @@ def test_losses_equal_stock_from_checkpoint_to_checkpoint(runs):
 
 
 @pytest.mark.parametrize(("part", "step"), [("first", 3), ("second", 4), ("stock", 6)])
-def test_checkpoints_have_each_expert_and_its_optimizer_state_under_its_own_number(runs, part, step):
+def test_checkpoints_have_each_expert_under_its_own_number(runs, part, step):
     _, root = runs
     expected, found = tensors_of(root / "whole", step), tensors_of(root / part, step)
     assert found.keys() == expected.keys()

@@ -19,7 +19,7 @@ from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, build, compare, logged_losses
 from tests.parity.gradients.variants import FULL, MLA
 from tests.parity.te.variants import FUSED, TE
-from tests.ranks.worker import run_on_cpu_with_te
+from tests.te_cpu import te_platform
 
 NUM_RANKS, NUM_EXPERTS = 8, 16
 # As for fixed configurations; small gradients of many experts that few tokens reach make the ratio a bit larger.
@@ -170,4 +170,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_on_cpu_with_te(main)
+    with te_platform():
+        main()

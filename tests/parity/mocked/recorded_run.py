@@ -230,11 +230,14 @@ class Model:
         setup.switch(plan)
         recorder = _Recorder()
         comm.record_to(recorder)
-        comm.scheduler = setup.scheduler if has_priority else None
+        scheduler = CommScheduler(MicroOps(chunk_bytes=1), comm.stats) if has_priority else None  # room for one token
+        comm.scheduler = scheduler
         with _recorded(recorder, num_filled):
             passes = setup.check_step(lambda: list(self._step(recorder)))
         comm.record_to(None)
         comm.scheduler = None
+        if scheduler is not None:
+            scheduler.end_step()
         return passes
 
     def record_pairs(self, plan: Plan, num_micro_batches: int) -> list[tuple[int, Event]]:
@@ -307,13 +310,10 @@ class Model:
     def _setup(self) -> Any:
         from megatron_lancet.training.overlap_setup import OverlapSetup
 
-        device, room_for_one_token = torch.device("cpu"), MicroOps(chunk_bytes=1)
+        device = torch.device("cpu")
         stats, timeout = CommStats(device), timedelta(minutes=2)
-        setup = OverlapSetup(
-            fixed_plan(1), device, stats, timeout, switchable=True, micro_ops=room_for_one_token, nodes=self.nodes
-        )
+        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, nodes=self.nodes)
         setup([self._module])
-        self._module.decoder.comm.scheduler = None
         return setup
 
     @cached_property

@@ -1,24 +1,131 @@
 """Every parameter's gradient and every logged loss: ours against stock, with 8, 16 and 64 expert-parallel ranks."""
 
-import json
-from pathlib import Path
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.mocked.mock_gradients_worker import NODES, WORLDS, cases, dedup_cases, hop_cases
+from tests.parity.gradients.disturbances import naive_aux_loss
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock
+from tests.parity.gradients.variants import VARIANTS, dedup
 from tests.ranks import launch
 
 pytestmark = pytest.mark.timeout(420)
 
-WORKER = Path(__file__).with_name("mock_gradients_worker.py")
+NUM_CHUNKS = (1, 2, 3)
+ROUTERS = ("plain", "seq-aux-loss", "global-aux-loss", "sigmoid-expert-bias", "top-1", "shared-expert")
+WORLDS = {8: 16, 64: 64}
+"""Experts by number of ranks."""
+NODES = {16: Nodes(2, 8), 64: Nodes(8, 8)}
+"""By number of ranks, for two hops."""
+SLOW_ENOUGH = Link(latency_us=100, gbytes_per_s=1)
+"""Messages are still on their way when somebody first asks."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mocked-gradients")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 1, folder, timeout_s=400))
-    return json.loads((folder / "result.json").read_text())
+def cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """Overrides of the config and chunks, by name."""
+    named = {
+        f"{name}/k={k}": ({"num_moe_experts": WORLDS[num_ranks], **VARIANTS[name]}, k)
+        for name in ROUTERS
+        for k in NUM_CHUNKS
+    }
+    named["more-experts/k=3"] = ({"num_moe_experts": 2 * WORLDS[num_ranks]}, 3)
+    return {f"ep={num_ranks}/{name}": case for name, case in named.items()}
+
+
+def dedup_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """With the deduplicated dispatch: overrides of the config and chunks, by name."""
+    top_4 = {"num_moe_experts": 2 * WORLDS[num_ranks], "moe_router_topk": 4}
+    return {f"ep={num_ranks}/top-4-dedup/k=2": (top_4, 2)}
+
+
+def hop_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """With two hops: overrides of the config and chunks, by name."""
+    few, many = {"num_moe_experts": num_ranks}, {"num_moe_experts": 2 * num_ranks, "moe_router_topk": 4}
+    return {
+        f"ep={num_ranks}/two-hop/k=1": (few, 1),
+        f"ep={num_ranks}/two-hop/shared-expert/k=1": ({**many, **VARIANTS["shared-expert"], "moe_router_topk": 2}, 1),
+        f"ep={num_ranks}/two-hop/top-4/k=2": (many, 2),
+    }
+
+
+def run_hops(num_ranks: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
+
+    with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        try:
+            return {
+                name: compare_plan(
+                    {"expert_model_parallel_size": num_ranks, **overrides},
+                    fixed_plan(num_chunks, dispatch=TWO_HOP),
+                    nodes=NODES[num_ranks],
+                )
+                for name, (overrides, num_chunks) in hop_cases(num_ranks).items()
+            }
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def run(num_ranks: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
+
+    with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        try:
+            found = {
+                name: compare({"expert_model_parallel_size": num_ranks, **overrides}, num_chunks)
+                for name, (overrides, num_chunks) in cases(num_ranks).items()
+            }
+            for name, (overrides, num_chunks) in dedup_cases(num_ranks).items():
+                plan = dedup(fixed_plan(num_chunks))
+                found[name] = compare_plan({"expert_model_parallel_size": num_ranks, **overrides}, plan)
+            return found | controls(num_ranks)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def controls(num_ranks: int) -> dict[str, Any]:
+    """What must be seen: chunks that balance themselves, and stock without the loopback's counts."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.moe import token_dispatcher
+
+    overrides = {"expert_model_parallel_size": num_ranks, "num_moe_experts": WORLDS[num_ranks]}
+    found: dict[str, Any] = {f"ep={num_ranks}/naive-aux-loss": compare(overrides, 2, naive_aux_loss)}
+    with ExitStack() as stack:
+        name = "gather_from_sequence_parallel_region"
+        stack.enter_context(replaced(token_dispatcher, name, gather_from_sequence_parallel_region))
+        try:
+            run_stock(overrides)
+        except ValueError as error:
+            found[f"ep={num_ranks}/stock-counts"] = str(error)
+    logged_losses()  # of the step that failed
+    return found
+
+
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    results = {name: found for num_ranks in WORLDS for name, found in run(num_ranks).items()}
+    results |= {name: found for num_ranks in NODES for name, found in run_hops(num_ranks).items()}
+    return results
+
+
+results = launch.result(all_results, timeout_s=400, joins=False)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +140,8 @@ def test_gradients_equal_stock(results, case, check_gradients):
     assert found["zero_gradients"] == []
     # As on real ranks: with one chunk the order of all sums is stock's.
     bound = 0.0 if case.endswith("/k=1") else TOLERANCE
-    check_gradients(found["gradients"], bound)
-    assert found["loss"] <= bound
-    assert found["logged"] <= bound
-    assert found["logged_names_equal"]
+    check_gradients.equal_stock([results], case, bound)
     assert found["expert_bias_counts_equal"]
-    assert found["reports"] == dict.fromkeys(found["parameters"], 1)
     messages = {op.rsplit(".", 1)[1] for op in found["collectives"] if ".I." in op}
     hops = {"node_dispatch", "local_dispatch", "local_combine", "node_combine"}
     assert messages == (hops if "/two-hop/" in case else {"dispatch", "combine"})

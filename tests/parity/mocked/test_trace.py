@@ -1,9 +1,7 @@
 """What a trace shows of real steps in a mocked world of 4 ranks: one dense layer, two of experts, 2 micro-batches."""
 
 import itertools
-import json
 import statistics
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +13,12 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, SEQ_LENGTH
-from tests.parity.mocked.trace_worker import NODES, PLANS
+from tests.parity.mocked.trace_worker import NODES, PLANS, all_results
 from tests.ranks import launch
 from tests.unit.profiler.synthetic import FACTS
 
 pytestmark = pytest.mark.alone(setup=True)
 
-WORKER = Path(__file__).with_name("trace_worker.py")
 NAMES = [*PLANS, "recomputed"]
 MOE = ("attention", "route", "preprocess", "shared_experts", "experts", "postprocess")
 DENSE = ("attention", "mlp")
@@ -30,11 +27,7 @@ ROUTED_ROWS = MICRO_BATCH * SEQ_LENGTH * 2
 FLOAT_BYTES, HIDDEN, HEAD_BYTES = 4, 32, 16
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trace")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 1, folder, timeout_s=150))
-    return json.loads((folder / "result.json").read_text())
+results = launch.result(all_results, joins=False)
 
 
 @pytest.fixture(params=NAMES)
@@ -179,7 +172,7 @@ def test_every_message_is_waited_for_once(found):
     assert 0 < found["counted"]["exposed_ms"] <= rows_ms
 
 
-def test_messages_of_forwards_and_backwards_are_in_flight_side_by_side(results):
+def test_messages_of_both_passes_are_in_flight_together(results):
     def num_beside(found):
         messages = [
             (Op.parse(span["name"]).phase, span["start_ms"], span["end_ms"]) for span in spans_in(found, "comm")

@@ -1,14 +1,9 @@
-"""Steps of a model in a mocked world, with and without a trace: python trace_worker.py RESULT.json."""
+"""Steps of a model in a mocked world, with and without a trace."""
 
-import faulthandler
-import itertools
-import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +16,16 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
     NUM_MICRO_BATCHES,
     SEQ_LENGTH,
     build,
-    micro_batches,
     overlapping_model,
     step,
     wrap_with_ddp,
 )
+from tests.parity.paired.paired_worker import step as scheduled_step
 
 MODEL = {
     "expert_model_parallel_size": 4,
@@ -51,8 +45,6 @@ PLANS: dict[str, Plan] = {
     "paired-batch": paired(fixed_plan(2)),
     "paired-gate": paired(fixed_plan(2, overlap_range=OverlapRange.GATE)),
 }
-NUM_PAIRED_MICRO_BATCHES = 4
-"""Two of them in the middle of the step."""
 NODES = Nodes(2, 2)
 """How the four ranks lie, for the one of the profile's plans that has two hops."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -74,7 +66,7 @@ class Model:
         self.setup.switch(plan)
         ask_for_pairs(self.setup.stages, plan.is_paired)
         with paired_schedules(lambda: self.setup.stages) if plan.is_paired else nullcontext():
-            return self._run(paired_step if plan.is_paired else step)
+            return self._run(partial(scheduled_step, num_micro_batches=4) if plan.is_paired else step)
 
     def _run(self, step: Callable[[Any], list[float]]) -> dict[str, Any]:
         plain = step(self.ddp), gradients(self.module)
@@ -115,34 +107,12 @@ class Model:
         return run.finish().to_json()
 
 
-def paired_step(ddp: Any) -> list[float]:
-    """A step by Megatron's schedule for pairs: losses of the micro-batches; gradients stay in main_grad."""
-    from megatron.core.pipeline_parallel import schedules
-
-    def forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        output = model(**{"attention_mask": None, **next(batches)}).float().mean()
-        return output, lambda loss: (loss, {"loss": loss.detach().clone()})
-
-    torch.manual_seed(5)
-    ddp.zero_grad_buffer()
-    ddp.module.config.no_sync_func = ddp.no_sync
-    losses = schedules.forward_backward_no_pipelining(
-        forward_step_func=forward,
-        data_iterator=itertools.islice(itertools.cycle(micro_batches()), NUM_PAIRED_MICRO_BATCHES),
-        model=[ddp],
-        num_microbatches=NUM_PAIRED_MICRO_BATCHES,
-        seq_length=SEQ_LENGTH,
-        micro_batch_size=MICRO_BATCH,
-    )
-    ddp.finish_grad_sync()
-    return [found["loss"].item() for found in losses]
-
-
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.main_grad.clone() for parameter in model.parameters()]
 
 
-def main() -> None:
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
@@ -154,10 +124,4 @@ def main() -> None:
         results["profile"] = model.profile()
         results["recomputed"] = Model(RECOMPUTED).run(PLANS["batch"])
         parallel_state.destroy_model_parallel()
-    Path(sys.argv[1]).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    return results

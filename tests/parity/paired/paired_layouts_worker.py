@@ -1,7 +1,4 @@
-"""Stock and plans with pairing side by side on four ranks: layouts without pipelines, and interleaved pipelines.
-
-Usage: paired_layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Stock and plans with pairing side by side on four ranks: layouts without pipelines, and interleaved pipelines."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -9,11 +6,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     close,
@@ -27,7 +24,6 @@ from tests.parity.gradients.gradients_worker import (
 from tests.parity.gradients.observer import Observer
 from tests.parity.paired.paired_cases import IN_LAYOUTS, IN_PIPELINES, LAYOUTS, PIPELINES, Case
 from tests.parity.paired.paired_worker import buffers, compare, forward_step
-from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
 
 type Cases = Mapping[str, tuple[str, Case]]
@@ -108,8 +104,7 @@ def run_interleaved(case: Case, weights: list[Any] | None) -> dict[str, Any]:
         if weights is not None:
             for model, its_weights in zip(models, weights, strict=True):
                 model.load_state_dict(copy.deepcopy(its_weights))
-            setup, stats = overlapping_stages(models, case.plan)
-            setup.limit_expert_rows(case.max_rows)
+            setup, stats = overlapping_stages(models, case.plan, max_rows=case.max_rows)
             stack.enter_context(paired_schedules(lambda: setup.stages))
             if case.disturbed:
                 erratic_wire(stack)
@@ -167,31 +162,24 @@ def in_layout(name: str, settings: dict[str, Any], cases: Cases, compares: Calla
     Args:
         settings: of the layout.
     """
-    from megatron.core import parallel_state
-
     sizes = {field: size for field, size in settings.items() if field.endswith("_parallel_size")}
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    results = {
-        case_name: compares(case._replace(overrides={**settings, **case.overrides}))
-        for case_name, (layout, case) in cases.items()
-        if layout == name
-    }
-    parallel_state.destroy_model_parallel()
-    return results
+    own = {case_name: case for case_name, (layout, case) in cases.items() if layout == name}
+    (nodes,) = {case.nodes for case in own.values()}
+    with parallel(sizes, nodes):
+        return {
+            case_name: compares(case._replace(overrides={**settings, **case.overrides}))
+            for case_name, case in own.items()
+        }
 
 
-def main() -> None:
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
 
-    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     for name, settings in PIPELINES.items():
         results |= in_layout(name, settings, IN_PIPELINES, compare_interleaved)
     with sequence_parallel_with_torch_norm():
         for name, settings in LAYOUTS.items():
             results |= in_layout(name, settings, IN_LAYOUTS, compare)
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return results

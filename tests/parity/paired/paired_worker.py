@@ -1,7 +1,4 @@
-"""Stock and plans with pairing side by side on two ranks, in steps of Megatron's own schedule.
-
-Usage: paired_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Stock and plans with pairing side by side on two ranks, in steps of Megatron's own schedule."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from tests.parity.gradients import gradients_worker
-from tests.parity.gradients.connections import shared_connections
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -38,7 +35,6 @@ from tests.parity.paired.paired_cases import (
     SWITCHED_PLANS,
     Case,
 )
-from tests.ranks.worker import finish, run_on_cpu
 
 
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -118,8 +114,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     stock = stock_run(case)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
-    setup, stats = overlapping_model(our_model, plan, nodes=nodes)
-    setup.limit_expert_rows(max_rows)
+    setup, stats = overlapping_model(our_model, plan, nodes=nodes, max_rows=max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -220,27 +215,17 @@ def what_other_settings_raise() -> str:
 
 def without_expert_parallelism() -> dict[str, Any]:
     """Where no message leaves a rank, so that ranks with different turns can't wait for each other."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    return compare(Case({"expert_model_parallel_size": 1}), late_forwards)
+    with parallel({"expert_model_parallel_size": 1}) as config:
+        return compare(Case(config), late_forwards)
 
 
-def main() -> None:
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    with shared_connections():
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
+    with parallel({"expert_model_parallel_size": 2}):
         results: dict[str, Any] = {name: compare(case) for name, case in CASES.items()}
         results[SWITCHED] = switching()
         results[RANDOM_IN_BACKWARD] = compare(Case(DROPOUT), random_numbers_in_backward)
         results[OTHER_SAMPLES] = compare(Case({}), samples_of_another)
-    results[OTHER_SETTINGS] = what_other_settings_raise()
+        results[OTHER_SETTINGS] = what_other_settings_raise()
     results[LATE_FORWARDS] = without_expert_parallelism()
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu(main)
+    return results

@@ -5,12 +5,10 @@ WHOLE_STEPS among plans of one chunk. Each rank writes RESULT.<rank>: exact loss
 at every SAMPLED_STEPS-th step its memory and how many tensors are alive.
 """
 
-import faulthandler
 import gc
 import json
 import os
 import random
-import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -99,7 +97,6 @@ class Soak:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     num_whole_steps, path = int(sys.argv.pop(1)), sys.argv.pop(1)
     soak = Soak(num_whole_steps)
     soak.run()

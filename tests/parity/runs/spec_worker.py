@@ -3,10 +3,8 @@
 LANCET_TEST_RESULT names a file for the exact losses; the last rank writes it.
 """
 
-import faulthandler
 import json
 import os
-import signal
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,7 +33,6 @@ def pretrain_gpt() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     with platform():
         from megatron.training import training
 

@@ -14,7 +14,7 @@ SAVE = ["--save-interval", PACKED_AT]
 TOLERANCE = 1e-5
 
 
-def test_losses_with_ep_resizes_equal_those_of_stock_without_an_interruption(token_data, tmp_path):
+def test_losses_with_ep_resizes_equal_stock(token_data, tmp_path):
     def run(name, *flags):
         return pretrain(token_data, ["--disable-bias-linear", *flags], tmp_path / name, train_iters=NUM_ITERS)
 

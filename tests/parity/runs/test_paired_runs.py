@@ -20,9 +20,9 @@ DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 REDUCTIONS = ["--overlap-grad-reduce", "--ddp-bucket-size", "20000"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-param-gather", *REDUCTIONS]
 FOUR_MICRO_BATCHES = ["--global-batch-size", "32"]
-NUM_ITERS, SAVED_AT = 20, 10
+NUM_ITERS, SAVED_AT = 10, 5
 # From one micro-batch to four, with evaluation in between.
-LONG_RUN = [*EP2, *DISTRIBUTED, "--step-batch-size-schedule", "0:8 1280:16 3328:24 5632:32"]  # from tokens on
+LONG_RUN = [*EP2, *DISTRIBUTED, "--step-batch-size-schedule", "0:8 512:16 1536:24 3072:32"]  # from tokens on
 LONG_RUN += ["--eval-iters", "2", "--eval-interval", "4", "--split", "8,2,0"]
 LONG_RUN += ["--save-interval", str(SAVED_AT)]
 
@@ -39,14 +39,16 @@ def by_plan(tmp_path_factory):
 def stock(token_data, tmp_path_factory):
     """A run of stock Megatron, and the folder of its checkpoints. On the CPU stock resumes no dropout to the bit."""
     folder = tmp_path_factory.mktemp("stock")
-    return pretrain(token_data, [*LONG_RUN, *STOCK, "--save", folder / "saved"], folder), folder / "saved"
+    saving = ["--save", folder / "saved"]
+    return pretrain(token_data, [*LONG_RUN, *STOCK, *saving], folder, train_iters=NUM_ITERS), folder / "saved"
 
 
 @pytest.fixture(scope="module")
 def ours(token_data, tmp_path_factory, by_plan):
     """The same run with pairing."""
     folder = tmp_path_factory.mktemp("paired")
-    return pretrain(token_data, [*LONG_RUN, *by_plan, "--save", folder / "saved"], folder), folder / "saved"
+    saving = ["--save", folder / "saved"]
+    return pretrain(token_data, [*LONG_RUN, *by_plan, *saving], folder, train_iters=NUM_ITERS), folder / "saved"
 
 
 def validation_losses(run: Run) -> list[str]:
@@ -54,7 +56,7 @@ def validation_losses(run: Run) -> list[str]:
     return re.findall(r"validation loss at iteration \d+ [^\n]*", "\n".join(run.outputs))
 
 
-def test_losses_equal_stock_while_the_batch_size_grows_and_between_evaluations(stock, ours):
+def test_losses_equal_stock_while_the_batch_size_grows(stock, ours):
     (expected, _), (found, _) = stock, ours
     assert "paired" in found.outputs[0]
     assert "megatron_lancet.model.transformer_block" in found.model_modules
@@ -78,7 +80,7 @@ def test_weights_in_checkpoints_equal_stock(stock, ours):
 
 def test_a_resumed_run_equals_the_uninterrupted_one_of_stock(stock, ours, by_plan, token_data, tmp_path):
     flags = [*LONG_RUN, *by_plan, "--load", ours[1], "--ckpt-step", SAVED_AT]
-    resumed = pretrain(token_data, flags, tmp_path)
+    resumed = pretrain(token_data, flags, tmp_path, train_iters=NUM_ITERS)
     for name in ("lm loss", "grad norm"):  # what stock logs of the other losses depends on evaluations before
         assert resumed.series(name) == stock[0].series(name)[SAVED_AT:], name
 
@@ -114,7 +116,7 @@ def test_losses_in_layouts_equal_stock(token_data, tmp_path, by_plan, layout):
         assert found.series(name) == expected.series(name), name
 
 
-def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(token_data, tmp_path):
+def test_losses_with_chunks_at_the_ends_equal_stock(token_data, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(1, DwPolicy.FILL), fixed_plan(2))))
     both = [*EP2, *FOUR_MICRO_BATCHES, *REDUCTIONS]

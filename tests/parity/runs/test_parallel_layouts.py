@@ -63,15 +63,13 @@ LAYOUTS = {
 IN_LAYERS = {OpKind.ATTENTION, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.EXPERTS, OpKind.POSTPROCESS}
 
 
-def test_stock_losses_with_expert_parallelism_are_those_of_one_rank(one_rank, first_step, tmp_path, token_data):
+def test_stock_losses_with_ep_are_those_of_one_rank(one_rank, first_step, tmp_path, token_data):
     run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *EP2], tmp_path, 2, NUM_ITERS)
     check_losses(run, one_rank())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_stock_losses_are_alike_in_all_layouts_and_traces_become_profiles(
-    one_rank, first_step, tmp_path, token_data, name
-):
+def test_stock_losses_are_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, name):
     layout, num_ranks, *facts = LAYOUTS[name]
     # A run that goes on from a checkpoint: Megatron counts the steps before the first one from there, and must stop in
     # the run's last step.
@@ -143,7 +141,7 @@ def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
-def test_losses_of_two_hops_equal_those_of_stock_that_goes_on_from_their_checkpoint(token_data, tmp_path):
+def test_stock_continues_from_a_checkpoint_of_two_hops(token_data, tmp_path):
     """Two nodes of two ranks on this machine, one expert on each rank; sums of two, so not a bit may differ."""
     both = ["--expert-model-parallel-size", "4"]
     hops = ["--moe-token-dispatcher-type", "flex", "--lancet-ranks-per-node", 2, "--lancet-num-chunks", 1]
@@ -157,7 +155,7 @@ def test_losses_of_two_hops_equal_those_of_stock_that_goes_on_from_their_checkpo
     assert ours.losses[2:] == expected.losses
 
 
-def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages_and_mtp(token_data, tmp_path):
+def test_one_chunk_equals_stock_with_virtual_stages_and_mtp(token_data, tmp_path):
     # The last virtual stage has no layer beside the multi-token prediction.
     stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
     positions = ["--position-embedding-type", "rope"]
@@ -182,7 +180,7 @@ def test_losses_with_context_parallelism_equal_stock_without(one_rank, first_ste
         assert ours.series(name) == pytest.approx(one_rank().series(name), rel=TOLERANCE), name
 
 
-def test_experts_of_different_ranks_have_different_initial_weights(token_data, tmp_path):
+def test_experts_of_ranks_have_different_initial_weights(token_data, tmp_path):
     """Without a GPU, too, experts are drawn from Megatron's expert-parallel random state."""
     checkpoints = tmp_path / "checkpoints"
     extra = [*EP2, *STOCK, "--lr", "0", "--save", checkpoints, "--save-interval", "1", "--no-save-optim"]

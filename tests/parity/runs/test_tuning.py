@@ -54,7 +54,7 @@ def assert_equal(run: Run, stock: Run, first: int = 0) -> None:
         assert run.series(name) == pytest.approx(expected, rel=TOLERANCE), name
 
 
-def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoint(stock, token_data, tmp_path):
+def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     """Nothing scripted: whatever plan is found, it is in the files and in the checkpoint, and losses are stock's."""
     shared = [*EP2, "--lancet-tune-steps", "1", "--lancet-cache", tmp_path / "cache"]
     saving = ["--save", tmp_path / "checkpoints", "--save-interval", SAVED_AT]

@@ -5,10 +5,8 @@ null for none; ``slow_s``, by plan, by how much its steps take longer; ``exposed
 second of waiting is on every step's account.
 """
 
-import faulthandler
 import json
 import os
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -129,5 +127,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     run()

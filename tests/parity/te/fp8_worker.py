@@ -1,7 +1,4 @@
-"""Transformer Engine's fp8 recipes with chunks, beside stock and beside fp32 on the same weights, EP=2 on two ranks.
-
-Usage: fp8_worker.py RESULT.json RECIPE...; each rank writes RESULT.json.<rank>. The recipes are names of ``RECIPES``.
-"""
+"""Transformer Engine's fp8 recipes with chunks, beside stock and beside fp32 on the same weights, EP=2 on two ranks."""
 
 import sys
 from collections import Counter
@@ -12,14 +9,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Plan
 from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.gradients_worker import (
-    NUM_MICRO_BATCHES,
     close,
     gradients,
     logged_losses,
@@ -30,7 +26,6 @@ from tests.parity.gradients.gradients_worker import (
 )
 from tests.parity.gradients.variants import dedup
 from tests.parity.te.variants import FUSED, TE
-from tests.ranks.worker import finish, run_on_cpu_with_te
 
 NUM_STEPS = 2
 """Delayed scaling has no scale yet in the first step."""
@@ -279,16 +274,7 @@ def compare(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Compares the recipes that the command line names."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-    finish({name: compare(name) for name in sys.argv[2:]})
-
-
-if __name__ == "__main__":
-    run_on_cpu_with_te(main, (10, 0) if set(BLACKWELL) & set(sys.argv) else (9, 0))
+def results_of_recipes(*names: str) -> dict[str, Any]:
+    """What is found for each of these recipes."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return {name: compare(name) for name in names}

@@ -1,7 +1,4 @@
-"""Stock and overlapping model with Transformer Engine's layers: what Megatron offers for these layers only.
-
-Usage: recompute_and_permutation_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
-"""
+"""Stock and overlapping model with Transformer Engine's layers: what Megatron offers for these layers only."""
 
 from collections import defaultdict
 from contextlib import ExitStack, nullcontext
@@ -9,14 +6,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker as gradients
-from tests.parity.gradients.connections import shared_connections
+from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.variants import MLA
-from tests.ranks.worker import finish, run_on_cpu_with_te
 from tests.te_cpu.permutation import permutation_in_torch
 
 TE = {"te": True, "num_layers": 2, "moe_grouped_gemm": True}
@@ -143,18 +138,18 @@ def compare_fused(overrides: dict[str, Any], num_chunks: int, plan: dict[str, st
     return found | {"kernels": {name: kernel.call_count for name, kernel in kernels.items()}}
 
 
-def main() -> None:
-    from megatron.core import parallel_state
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
     from megatron_lancet.training.megatron.patches import dropped_outputs
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
-    with dropped_outputs(), shared_connections(), replaced(random, "_get_share_storage", lambda: share_storage):
+    with (
+        dropped_outputs(),
+        parallel({"expert_model_parallel_size": 2}),
+        replaced(random, "_get_share_storage", lambda: share_storage),
+    ):
         for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
         with permutation_in_torch():
@@ -175,8 +170,4 @@ def main() -> None:
                 ),
             }
         results["stock's checkpoints"] = gradients.compare(LATENT, 2, with_stocks_checkpoints, dw="none")
-    finish(results)
-
-
-if __name__ == "__main__":
-    run_on_cpu_with_te(main, interprets_triton=True)
+    return results

@@ -1,17 +1,15 @@
 """Transformer Engine's fp8 recipes in chunks, EP=2 on two ranks: its real Python, with its kernels in plain torch."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, IN_FP32, NO_CACHE, NUM_STEPS, RECIPES
+from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, IN_FP32, NO_CACHE, NUM_STEPS, RECIPES, results_of_recipes
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(820)]
 
-WORKER = Path(__file__).with_name("fp8_worker.py")
 WHOLE, WHOLE_DEDUP = "k=1", "k=1 dedup"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
@@ -31,8 +29,8 @@ NUM_SCALED = 15
 def results(tmp_path_factory):
     """Per rank: what the worker found for each recipe."""
     parts = [
-        launch.results_of(WORKER, 2, tmp_path_factory.mktemp("fp8"), timeout_s=400, args=names, te=True)
-        for names in (HOPPER, BLACKWELL)
+        launch.results_of(results_of_recipes, 2, tmp_path_factory.mktemp("fp8"), 400, args=names, te=device)
+        for names, device in ((HOPPER, launch.Te()), (BLACKWELL, launch.Te((10, 0))))
     ]
     return [{**hopper, **blackwell} for hopper, blackwell in zip(*parts, strict=True)]
 

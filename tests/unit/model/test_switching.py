@@ -125,6 +125,7 @@ def test_unsupported_tiles_are_refused_and_change_nothing(one_rank, settings, bo
 
 
 def test_dws_of_tiles_are_gathered_where_none_is_deferred(one_rank):
+    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")
@@ -133,8 +134,8 @@ def test_dws_of_tiles_are_gathered_where_none_is_deferred(one_rank):
     assert setup.delays_weight_grads
     setup([build()])
     with pytest.raises(UsageError, match="--lancet-max-received-rows"):
-        setup.limit_expert_rows(64)
-    assert setup.max_expert_rows is None
+        limit_rows(setup, 64)
+    assert setup.stages[0].decoder.comm.settings.max_expert_rows is None
 
 
 def test_model_without_deferral_refuses_a_deferring_plan(one_rank):

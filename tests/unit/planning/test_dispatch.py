@@ -7,7 +7,8 @@ import pytest
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.dispatch import with_dispatch
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, Layout
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
+from megatron_lancet.schedule.layout import Layout
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import DwPolicy, Gap, fixed_plan, paired
 

@@ -52,17 +52,6 @@ def test_summary_reports_the_highest_peak_of_any_step_and_rank():
     assert as_text(summarise([rank(9)], "chunks=2", 6)).endswith(line)
 
 
-def test_summary_reports_micro_ops_of_reductions():
-    comm = CommTimes(num_grad_micro_ops=9, num_grad_micro_ops_between=6, grad_bytes=12_500_000, grad_exposed_ms=3.5)
-    report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
-    line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
-    assert line in as_text(report)
-    assert "no gaps" not in as_text(report)
-    text = as_text({**report, "num_grad_micro_ops_between": 0.0})
-    assert text.endswith("this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
-    assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
-
-
 def test_summary_says_what_left_the_node_where_that_is_known():
     comm = CommTimes(payload_bytes=8e6, between_nodes_bytes=3e6, between_nodes_rows=99, num_routed_tokens=100)
     report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
@@ -89,23 +78,3 @@ def test_summary_text_says_how_the_plan_was_found():
         "    without overlap  150.0 ms a step, 40.0 ms of it exposed\n"
         "    when chosen      150.0 ms a step, 40.0 ms of it exposed\n"
     ) in text
-
-
-def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
-    ranks = [
-        rank_medians([StepRecord(100.0, 64, comm) for comm in comms]),
-        rank_medians([StepRecord(1.0, 64, comms[0])]),
-    ]
-    return as_text(summarise(ranks, "plan", len(comms), max_expert_rows=bound))
-
-
-def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
-    quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
-    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, most_rounds=4)
-    assert (
-        "  received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
-        "steps, went in up to 4 rounds" in report_of_received_rows(quiet, busy, busy, bound=300)
-    )
-    text = report_of_received_rows(quiet, quiet, bound=300)
-    assert "at most 120 of a chunk on a rank at a time, 300 are allowed; no chunk had more" in text
-    assert "received rows" not in report_of_received_rows(quiet, bound=None)

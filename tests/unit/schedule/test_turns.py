@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.planning.verbs import is_cut
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
@@ -15,7 +16,6 @@ from megatron_lancet.schedule.turns import (
     Launch,
     LaunchCounts,
     Wait,
-    is_cut,
     mtp_layer,
     program,
     verbs_of,

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice, RowLimitChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
+from megatron_lancet.features.row_bound.feature import RowBoundFlags, RowLimitChoice
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.registry import features
@@ -63,21 +65,31 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-cache off", {"cache": CacheChoice.OFF}),
         ("--lancet-cache here", {"cache": Path("here")}),
         ("--lancet-profile file.json", {"profile": Path("file.json")}),
-        ("--lancet-comm-priority off", {"comm_priority": CommPriority.OFF}),
-        ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
-        ("--lancet-grad-chunk-mb 2.5", {"grad_chunk_mb": 2.5}),
         ("--lancet-experts-apart", {"experts_apart": True}),
         *((f"--lancet-pairing {choice}", {"pairing": choice}) for choice in PairingChoice),
         *((f"--lancet-dispatch {choice}", {"dispatch": choice}) for choice in Dispatch.known().values()),
         *((f"--lancet-tiles {number}", {"tiles": number}) for number in (0, 4)),
         ("--lancet-pairing auto --lancet-dispatch auto --lancet-tiles auto", {}),
-        ("--lancet-max-received-rows auto", {"max_received_rows": RowLimitChoice.AUTO}),
-        ("--lancet-max-received-rows 4096", {"max_received_rows": 4096}),
     ],
 )
 def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
     plain = arguments.config_from_words([])
     assert arguments.config_from_words(words.split()) == replace(plain, **expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lancet-comm-priority off", CommPriorityFlags(CommPriority.OFF)),
+        ("--lancet-comm-priority all-to-all-first", CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST)),
+        ("--lancet-grad-chunk-mb 2.5", CommPriorityFlags(grad_chunk_mb=2.5)),
+        ("--lancet-max-received-rows auto", RowBoundFlags(RowLimitChoice.AUTO)),
+        ("--lancet-max-received-rows 4096", RowBoundFlags(4096)),
+    ],
+)
+def test_each_flag_of_a_feature_sets_its_field(words, expected):
+    found = arguments.config_from_words(words.split(), features())
+    assert found.of(type(expected)) == expected
 
 
 def test_help_has_megatrons_flags_and_ours(command_line, capsys):
@@ -106,15 +118,19 @@ def test_parsed_flags_are_plain_values(command_line):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("kind", "values", "message"),
     [
-        ({"num_chunks": 0}, r"--lancet-num-chunks expects at least 1, got 0\.$"),
-        ({"grad_chunk_mb": -3.0}, r"--lancet-grad-chunk-mb expects .* above 0, got -3\. To reduce whole buckets"),
+        (LancetConfig, {"num_chunks": 0}, r"--lancet-num-chunks expects at least 1, got 0\.$"),
+        (
+            CommPriorityFlags,
+            {"grad_chunk_mb": -3.0},
+            r"--lancet-grad-chunk-mb expects .* above 0, got -3\. To reduce whole buckets",
+        ),
     ],
 )
-def test_ranges_are_checked_where_a_configuration_is_made(values, message):
+def test_ranges_are_checked_where_a_configuration_is_made(kind, values, message):
     with pytest.raises(UsageError, match=message):
-        LancetConfig(**values)
+        kind(**values)
 
 
 def test_version_flag_prints_the_version(command_line, capsys):
@@ -240,8 +256,9 @@ def test_megatrons_assert_without_message_shows_its_condition():
 
 def test_flags_for_another_programs_command_line():
     words = ["--lancet-num-chunks", "3", "--lancet-cache", "off", "--lancet-comm-priority", "all-to-all-first"]
-    config = arguments.config_from_words(words)
-    assert config == LancetConfig(num_chunks=3, comm_priority=CommPriority.ALL_TO_ALL_FIRST, cache=CacheChoice.OFF)
+    config = arguments.config_from_words(words, features())
+    assert (config.num_chunks, config.cache) == (3, CacheChoice.OFF)
+    assert config.of(CommPriorityFlags).comm_priority is CommPriority.ALL_TO_ALL_FIRST
     with pytest.raises(UsageError, match=r"--lancet-num-chunk 3.*did you mean --lancet-num-chunks"):
         arguments.config_from_words(["--lancet-num-chunk", "3"])
     with pytest.raises(UsageError, match="expects at least 1"):

@@ -9,7 +9,7 @@ NEEDLESS: dict[tuple[str, str, str], str] = {
     ("profiler/slowdown.py", "timed_ms", "pair.end.record()"): _TIMES,
     ("profiler/slowdown.py", "timed_ms", "pair.end.synchronize()"): _TIMES,
     (
-        "training/load/rebalance.py",
+        "features/placement/rebalance.py",
         "Rebalancer._rebalance",
         "torch.cuda.synchronize()",
     ): "It times the moves of experts between two steps. Whoever uses a moved weight is behind its message already.",

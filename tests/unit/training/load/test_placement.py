@@ -6,10 +6,12 @@ import pytest
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.placement.flags import PlacementFlags
+from megatron_lancet.features.placement.placement import check_reshardable, choose_placement, placement_note
+from megatron_lancet.features.placement.rebalance import check_can_rebalance
 from megatron_lancet.planning.load.placement import placement_to_json
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.load.placement import check_reshardable, choose_placement, placement_note
-from megatron_lancet.training.load.rebalance import check_can_rebalance
+from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
 
@@ -54,7 +56,7 @@ def placed(tmp_path):
     def placed(layers):
         path = tmp_path / "placement.json"
         path.write_text(placement_to_json(layers))
-        return LancetConfig(expert_placement=path)
+        return config_with(PlacementFlags(expert_placement=path))
 
     return placed
 
@@ -127,7 +129,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "placement.json"
     path.write_text('{"version": 1, "layers": {"2": [0, 0, 1, 2]}}')
     with pytest.raises(UsageError, match=r"--lancet-expert-placement .*found several times: \[0\], missing: \[3\]"):
-        choose_placement(arguments(), LancetConfig(expert_placement=path), PLAN)
+        choose_placement(arguments(), config_with(PlacementFlags(expert_placement=path)), PLAN)
 
 
 def test_optimizer_state_that_is_sharded_by_rank_is_not_loaded():
@@ -156,12 +158,12 @@ def test_optimizer_state_that_is_sharded_by_rank_is_not_loaded():
 )
 def test_a_run_that_can_not_move_experts_is_refused_in_one_line(changes, message):
     with pytest.raises(UsageError, match=message) as raised:
-        check_can_rebalance(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN)
+        check_can_rebalance(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN)
     assert str(raised.value).startswith("--lancet-rebalance-interval 100")
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}, {"world_size": 4}])
 def test_run_with_whole_optimizer_states_may_move_experts(changes):
-    check_can_rebalance(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN)
-    assert choose_placement(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN) == {}
+    check_can_rebalance(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN)
+    assert choose_placement(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN) == {}

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
+from megatron_lancet.features.placement import rebalance
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.planning.load.rebalance import STAY, Costs
-from megatron_lancet.training.load import rebalance
 
 LOAD = ExpertLoad(1, 2, ())
 

@@ -4,15 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, RowLimitChoice
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.summary import StepRecord
+from megatron_lancet.features.row_bound import feature as row_bound
+from megatron_lancet.features.row_bound.feature import (
+    NoBound,
+    ReceivedRows,
+    RowBoundFlags,
+    RowLimitChoice,
+    bound_of_memory,
+    check_row_limit,
+    most_rows,
+)
+from megatron_lancet.report.summary import StepRecord, rank_medians, summarise
+from megatron_lancet.runtime.comm import CommSettings
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training.load import received_rows
-from megatron_lancet.training.load.received_rows import ReceivedRows, bound_of_memory, check_row_limit, most_rows
 from megatron_lancet.training.saved_tensors import expert_row_bytes
+from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
 
@@ -55,7 +65,7 @@ def args_of(**changes: object) -> SimpleNamespace:
     ],
 )
 def test_a_limit_that_a_run_can_not_follow_is_refused(limit, changes, plan, message):
-    config = LancetConfig(max_received_rows=RowLimitChoice.AUTO if limit == "auto" else limit)
+    config = config_with(RowBoundFlags(RowLimitChoice.AUTO if limit == "auto" else limit))
     with pytest.raises(UsageError, match=message):
         check_row_limit(args_of(**changes), config, plan)
 
@@ -63,7 +73,7 @@ def test_a_limit_that_a_run_can_not_follow_is_refused(limit, changes, plan, mess
 def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
     check_row_limit(args_of(expert_model_parallel_size=1), LancetConfig(), None)
     for limit in (1, RowLimitChoice.AUTO):
-        check_row_limit(args_of(), LancetConfig(max_received_rows=limit), PLAN)
+        check_row_limit(args_of(), config_with(RowBoundFlags(limit)), PLAN)
 
 
 def record(num_chunks: int, num_rows: int) -> StepRecord:
@@ -102,17 +112,17 @@ class Run:
         self.said: list[str] = []
         self.limits: list[int | None] = []
         self.is_settled = True
-        self.setup = SimpleNamespace(
-            plan=plan, first_split=None, max_expert_rows=None, limit_expert_rows=self.limits.append
-        )
+        self.comm = SimpleNamespace(stats=SimpleNamespace(first_split=None), settings=CommSettings())
+        self.setup = SimpleNamespace(plan=plan, stages=[SimpleNamespace(decoder=SimpleNamespace(comm=self.comm))])
+        monkeypatch.setattr(row_bound, "limit_rows", lambda _, limit: self.limits.append(limit))
         self.recorder = SimpleNamespace(num_steps=0, records=[record(4, 400)] * 5)
-        monkeypatch.setattr(received_rows, "say", self.said.append)
-        monkeypatch.setattr(received_rows.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(received_rows, "get_num_microbatches", lambda: 2)
-        monkeypatch.setattr(received_rows, "least_room_bytes", lambda _: room_bytes)
-        monkeypatch.setattr(received_rows, "from_all_ranks", lambda own: [own, others_bound, None])
+        monkeypatch.setattr(row_bound, "say", self.said.append)
+        monkeypatch.setattr(row_bound.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(row_bound, "get_num_microbatches", lambda: 2)
+        monkeypatch.setattr(row_bound, "least_room_bytes", lambda _: room_bytes)
+        monkeypatch.setattr(row_bound, "from_all_ranks", lambda own: [own, others_bound, None])
         self.rows = ReceivedRows(
-            args_of(), LancetConfig(max_received_rows=limit), self.setup, self.recorder, "cpu", lambda: self.is_settled
+            args_of(), config_with(RowBoundFlags(limit)), self.setup, self.recorder, "cpu", lambda: self.is_settled
         )
 
     def step(self) -> None:
@@ -158,11 +168,32 @@ def test_the_first_split_chunk_is_told_once(monkeypatch):
     run = Run(monkeypatch, 300, others_bound=1)
     run.step()
     assert run.said == []
-    run.setup.max_expert_rows = 300
-    run.setup.first_split = SplitChunk(Op.parse("L2.c1.F.dispatch"), num_rounds=3, num_rows=700, rank=1)
+    run.comm.settings = CommSettings(max_expert_rows=300)
+    run.comm.stats.first_split = SplitChunk(Op.parse("L2.c1.F.dispatch"), num_rounds=3, num_rows=700, rank=1)
     for _ in range(5):
         run.step()
     assert run.limits == []
     assert len(run.said) == 1
     assert "in step 5 L2.c1.F.dispatch" in run.said[0]
     assert "700 rows to expert-parallel rank 1, more than 300. It went in 3 rounds" in run.said[0]
+
+
+def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
+    ranks = [
+        rank_medians([StepRecord(100.0, 64, comm) for comm in comms]),
+        rank_medians([StepRecord(1.0, 64, comms[0])]),
+    ]
+    report = {**summarise(ranks, "plan", len(comms)), "max_received_rows": bound}
+    return "\n".join(NoBound().lines(report))
+
+
+def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
+    quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
+    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, most_rounds=4)
+    assert (
+        "received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
+        "steps, went in up to 4 rounds" in report_of_received_rows(quiet, busy, busy, bound=300)
+    )
+    text = report_of_received_rows(quiet, quiet, bound=300)
+    assert "at most 120 of a chunk on a rank at a time, 300 are allowed; no chunk had more" in text
+    assert "received rows" not in report_of_received_rows(quiet, bound=None)

@@ -7,13 +7,16 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.comm_priority.feature import ActivePriority, CommPriorityFlags, choose_micro_ops
 from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction, MicroOps
 from megatron_lancet.training.megatron import grad_reduction, seams
-from megatron_lancet.training.plan.comm_priority import choose_micro_ops, reduction_of
+from megatron_lancet.training.plan.reductions import reduction_of
+from tests.unit.training.configs import config_with
 
-FIRST = LancetConfig(comm_priority=CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5)
+FIRST = config_with(CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5))
 
 
 def arguments(**changes: object) -> SimpleNamespace:
@@ -86,3 +89,17 @@ def test_planner_knows_how_gradients_are_reduced():
     assert reduction_of(arguments(**in_fp32), LancetConfig()).bucket_bytes == 4000
     assert reduction_of(arguments(**{**layout, "data_parallel_size": 1}), FIRST) is None
     assert reduction_of(arguments(**layout, overlap_grad_reduce=False), LancetConfig()) is None
+
+
+def test_report_says_how_gradients_were_reduced_if_any_were():
+    def lines(**figures):
+        figures = {name: figures.get(name, 0) for name in vars(CommTimes())}
+        return ActivePriority(MicroOps(100), CommStats(torch.device("cpu"))).lines(figures)
+
+    found = {"num_grad_micro_ops": 9, "grad_bytes": 12_500_000, "grad_exposed_ms": 3.5}
+    (line,) = lines(**found, num_grad_micro_ops_between=6)
+    told = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
+    assert line == f"gradients          {told}"
+    *_, without_gaps = lines(**found)
+    assert without_gaps.endswith("no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
+    assert lines() == ()

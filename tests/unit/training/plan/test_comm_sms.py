@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.comm_sms.feature import CommSmsFlags, check_comm_sms
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
@@ -24,9 +25,9 @@ from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
 from megatron_lancet.training import spec
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
-from megatron_lancet.training.plan.comm_sms import check_comm_sms
+from tests.unit.training.configs import config_with
 
-BOUND = LancetConfig(comm_sms=8)
+BOUND = config_with(CommSmsFlags(8))
 GPU = torch.device("cuda", 0)
 UNSET = -(2**31)
 """NCCL's value for an option that is not set."""
@@ -117,7 +118,7 @@ def test_group_that_takes_options_from_elsewhere_is_missing_seam(monkeypatch):
 def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
     check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
     check_comm_sms(arguments(), BOUND, fixed_plan(2), None)
-    check_comm_sms(arguments(), LancetConfig(comm_sms=128), fixed_plan(2), GPU)
+    check_comm_sms(arguments(), config_with(CommSmsFlags(128)), fixed_plan(2), GPU)
     check_comm_sms(arguments(distributed_backend="gloo"), LancetConfig(), None, torch.device("cpu"))
 
 
@@ -134,7 +135,7 @@ def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
 )
 def test_bound_on_sms_is_refused_where_it_can_not_act(changes, num_sms, plan, message):
     with pytest.raises(UsageError, match=rf"--lancet-comm-sms {num_sms} can't act: .*{message}"):
-        check_comm_sms(arguments(**changes), LancetConfig(comm_sms=num_sms), plan, GPU)
+        check_comm_sms(arguments(**changes), config_with(CommSmsFlags(num_sms)), plan, GPU)
 
 
 def test_bound_on_sms_of_a_mocked_world_needs_a_gpu_and_no_nccl(monkeypatch):
@@ -154,8 +155,7 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         world_size=4,
         distributed_timeout_minutes=1,
     )
-    flags = {MockFlags: MockFlags(mock_link=Link(latency_us=1))}
-    with mocked_world_of(args, LancetConfig(comm_sms=comm_sms, settings=flags)):
+    with mocked_world_of(args, config_with(CommSmsFlags(comm_sms), MockFlags(mock_link=Link(latency_us=1)))):
         assert dist.group.WORLD._link.num_sms == expected
 
 

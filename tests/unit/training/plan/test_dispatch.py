@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
@@ -21,6 +22,7 @@ from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import choose_run
 from tests.unit.training.validated import parsed
 
+CPU = torch.device("cpu")
 WITH_PLAIN, WITH_DEDUP = LancetConfig(dispatch=PLAIN), LancetConfig(dispatch=DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
 MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
@@ -203,8 +205,8 @@ def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp
         "no plan": (None, {"plan": PlanChoice.OFF}),
     }
     for name, (expected, changes) in cases.items():
-        assert choose_run(args, replace(ON_NODES, **changes)).nodes == expected, name
-    assert choose_run(args, LancetConfig()).nodes is None
+        assert choose_run(args, replace(ON_NODES, **changes), CPU).nodes == expected, name
+    assert choose_run(args, LancetConfig(), CPU).nodes is None
 
 
 IMPOSSIBLE = {

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
@@ -11,10 +12,11 @@ from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 
 ON, OFF = LancetConfig(pairing=PairingChoice.ON), LancetConfig(pairing=PairingChoice.OFF)
-PRIORITY = {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}
+PRIORITY = CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST)
 PIPELINE = ["--pipeline-model-parallel-size", 4]
 INTERLEAVED = [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", 2]
 ONE_MICRO_BATCH = ["--global-batch-size", 8]
@@ -83,21 +85,21 @@ def test_auto_may_pair_on_pairs_and_off_does_not(megatron_args, changes):
 BLOCKED = {
     "one micro-batch": (
         ONE_MICRO_BATCH,
-        {},
+        (),
         "a step has one micro-batch (--global-batch-size 8, --micro-batch-size 4 on 2 data-parallel ranks)",
         "Raise --global-batch-size",
     ),
-    "one micro-batch and a rest": (["--global-batch-size", 15], {}, "a step has one micro-batch", "Raise"),
+    "one micro-batch and a rest": (["--global-batch-size", 15], (), "a step has one micro-batch", "Raise"),
     "no virtual stages": (
         PIPELINE,
-        {},
+        (),
         "Megatron's loop for a pipeline without virtual stages has no place for a pair, and with one its first stage "
         "would keep 8 micro-batches in place of 4",
         "Pass --num-virtual-stages-per-pipeline-rank",
     ),
     "priority of all-to-alls": (
         [*INTERLEAVED, "--overlap-grad-reduce"],
-        PRIORITY,
+        (PRIORITY,),
         "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward beside "
         "a backward",
         "Drop --lancet-comm-priority",
@@ -108,31 +110,31 @@ BLOCKED = {
 @pytest.mark.parametrize(("changes", "wishes", "reason", "advice"), BLOCKED.values(), ids=BLOCKED.keys())
 def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_path, changes, wishes, reason, advice):
     args = megatron_args(*changes)
-    limits = planning_limits(args, LancetConfig(**wishes))
+    limits = planning_limits(args, config_with(*wishes))
     assert limits.pairing == (False,)
     assert next(one.reason for one in limits.excluded if one.what == "pairing").startswith(reason)
     for num_chunks in (None, 4):
-        plan, line = choose_plan(args, LancetConfig(num_chunks=num_chunks, **wishes))
+        plan, line = choose_plan(args, config_with(*wishes, num_chunks=num_chunks))
         assert plan == fixed_plan(num_chunks or 2)
         assert line.startswith(f"{plan}; not paired, because {reason}")
         with pytest.raises(UsageError) as refusal:
-            choose_plan(args, LancetConfig(num_chunks=num_chunks, pairing=PairingChoice.ON, **wishes))
+            choose_plan(args, config_with(*wishes, num_chunks=num_chunks, pairing=PairingChoice.ON))
         assert str(refusal.value).startswith(f"--lancet-pairing on can't be followed: {reason}")
         assert f". {advice}, or drop --lancet-pairing." in str(refusal.value) or advice == "Raise"
         assert "\n" not in str(refusal.value)
     # The user has not asked for it: there is nothing to explain.
-    assert "paired" not in choose_plan(args, LancetConfig(pairing=PairingChoice.OFF, **wishes))[1]
+    assert "paired" not in choose_plan(args, config_with(*wishes, pairing=PairingChoice.OFF))[1]
 
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(2)), None))
     with pytest.raises(UsageError) as refusal:
-        choose_plan(args, LancetConfig(plan=path, **wishes))
+        choose_plan(args, config_with(*wishes, plan=path))
     assert str(refusal.value).startswith(
         f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {reason}"
     )
     assert str(refusal.value).endswith(", or make a plan for this run.")
     write_plan_file(path, PlanFile(fixed_plan(2), None))
-    assert choose_plan(args, LancetConfig(plan=path, **wishes))[0] == fixed_plan(2)
+    assert choose_plan(args, config_with(*wishes, plan=path))[0] == fixed_plan(2)
 
 
 def test_line_gives_one_reason_and_the_limits_all(megatron_args):
@@ -143,8 +145,8 @@ def test_line_gives_one_reason_and_the_limits_all(megatron_args):
 
 def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
     args = megatron_args("--overlap-grad-reduce")
-    assert planning_limits(args, LancetConfig(**PRIORITY)).pairing == (False, True)
-    assert choose_plan(args, LancetConfig(pairing=PairingChoice.ON, **PRIORITY))[0] == paired(fixed_plan(2))
+    assert planning_limits(args, config_with(PRIORITY)).pairing == (False, True)
+    assert choose_plan(args, config_with(PRIORITY, pairing=PairingChoice.ON))[0] == paired(fixed_plan(2))
 
 
 def test_pairing_needs_a_plan_and_expert_parallelism(megatron_args):

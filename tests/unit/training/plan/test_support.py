@@ -1,12 +1,12 @@
 """The table of unsupported flags: each entry is one of Megatron's flags and reads the argument that the flag sets."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.registry import features
+from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan import support
 from megatron_lancet.training.plan.support import (
     OTHER_TASKS,
@@ -75,20 +75,21 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "words",
     [
-        {"comm_sms": 8},
-        {"max_received_rows": 8},
-        {"locality_loss_coeff": 0.01, "ranks_per_node": 2},
-        {"expert_placement": Path("placement.json")},
-        {"rebalance_interval": 10},
+        "--lancet-comm-priority all-to-all-first",
+        "--lancet-comm-sms 8",
+        "--lancet-wire fp8",
+        "--lancet-max-received-rows 8",
+        "--lancet-locality-loss-coeff 0.01 --lancet-ranks-per-node 2",
+        "--lancet-expert-placement placement.json",
+        "--lancet-rebalance-interval 10",
     ],
-    ids=lambda wish: next(iter(wish)),
 )
-def test_flags_that_need_the_overlap_have_no_stock_fallback(monkeypatch, wish):
+def test_flags_that_need_the_overlap_have_no_stock_fallback(monkeypatch, words):
     """A run that can't overlap is refused, and does not fall back to stock modules."""
     monkeypatch.setattr(support, "unsupported", lambda args, validated: [("--some-flag", "drop it")])
-    args = argparse.Namespace(expert_model_parallel_size=2)
-    assert overlap_blockers(args, LancetConfig()) != []
-    assert overlap_blockers(args, LancetConfig(**wish)) == []
-    assert LancetConfig(**wish).explicit_plan_flags() == {}
+    args, config = argparse.Namespace(expert_model_parallel_size=2), config_from_words(words.split(), features())
+    assert overlap_blockers(args, config_from_words([], features())) != []
+    assert overlap_blockers(args, config) == []
+    assert config.explicit_plan_flags() == {}

@@ -7,12 +7,14 @@ import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.row_bound.feature import RowBoundFlags
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import OwnRows, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 
 
@@ -61,23 +63,24 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reason"),
+    ("config", "reason"),
     [
-        ({"dispatch": TWO_HOP}, "the messages of --lancet-dispatch two-hop have no tiles"),
-        ({"max_received_rows": 100}, "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
+        (
+            LancetConfig(dispatch=TWO_HOP, ranks_per_node=2),
+            "the messages of --lancet-dispatch two-hop have no tiles",
+        ),
+        (config_with(RowBoundFlags(100)), "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
     ],
 )
-def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, wishes, reason):
-    nodes = {"ranks_per_node": 2} if "dispatch" in wishes else {}
-    args = megatron_args("--expert-model-parallel-size", 4) if nodes else megatron_args()
-    config = LancetConfig(**wishes, **nodes)
+def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, config, reason):
+    args = megatron_args("--expert-model-parallel-size", 4) if config.dispatch else megatron_args()
     with pytest.raises(UsageError, match=f"--lancet-tiles 2 can't be followed: {reason}"):
         choose_plan(args, dataclasses.replace(config, tiles=2))
     limits = planning_limits(args, config)
     assert limits.tiles == (0,)
     (excluded,) = (one for one in limits.excluded if one.what == "tiles")
     assert excluded.reason.startswith(reason)
-    if "max_received_rows" in wishes:
+    if not config.dispatch:
         write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(1, tiles=2)))
         with pytest.raises(UsageError, match=f"sends rows in tiles, which can't be followed: {reason}"):
             choose_plan(args, dataclasses.replace(config, plan=tmp_path / "plan.json"))

@@ -7,11 +7,12 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.wire.feature import WireFlags, choose_wire, wire_note
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.schedule.wire import RowFormat, Wire
 from megatron_lancet.training.plan.support import overlap_blockers
-from megatron_lancet.training.plan.wire import choose_wire, wire_note
+from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
 
@@ -42,7 +43,7 @@ def test_messages_are_exact_unless_the_user_asks():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_narrower_format_is_taken_and_said(dtype):
-    assert choose_wire(arguments(params_dtype=dtype), LancetConfig(wire=Wire.FP8), PLAN) is Wire.FP8
+    assert choose_wire(arguments(params_dtype=dtype), config_with(WireFlags(Wire.FP8)), PLAN) is Wire.FP8
     assert wire_note(Wire.FP8).startswith("; wire=fp8: hidden states are rounded in messages")
 
 
@@ -56,7 +57,7 @@ def test_a_narrower_format_is_taken_and_said(dtype):
 )
 def test_a_format_that_would_change_nothing_is_refused(changes, plan, message):
     with pytest.raises(UsageError, match=message):
-        choose_wire(arguments(**changes), LancetConfig(wire=Wire.FP8), plan)
+        choose_wire(arguments(**changes), config_with(WireFlags(Wire.FP8)), plan)
 
 
 def test_a_narrow_format_asks_for_the_overlap(monkeypatch):
@@ -65,4 +66,4 @@ def test_a_narrow_format_asks_for_the_overlap(monkeypatch):
         "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
     )
     assert overlap_blockers(arguments(), LancetConfig()) != []
-    assert overlap_blockers(arguments(), LancetConfig(wire=Wire.FP8)) == []
+    assert overlap_blockers(arguments(), config_with(WireFlags(Wire.FP8))) == []

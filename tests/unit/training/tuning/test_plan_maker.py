@@ -230,7 +230,7 @@ def test_plan_maker_reports_a_failing_planner(make, monkeypatch, error, said):
 def test_plan_maker_rejects_a_plan_that_exceeds_the_memory_bound(make, monkeypatch):
     """What ran fitted. Everything faster that keeps more than that and the room left is out of the question."""
     alone = fixed_plan(1, DwPolicy.NONE)
-    monkeypatch.setattr(plan_maker, "plans_within", lambda args, limits: [alone])
+    monkeypatch.setattr(plan_maker, "plans_within", lambda *_: [alone])
 
     def planned(room_bytes: int):
         monkeypatch.setattr(Run, "room_bytes", room_bytes)

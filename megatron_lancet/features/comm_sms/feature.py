@@ -3,19 +3,65 @@
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Feature, RunFacts
+from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 
 FLAG = "--lancet-comm-sms"
 _NCCL = "nccl"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 """Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
+
+
+@dataclass(frozen=True)
+class CommSmsFlags(CheckedFlags):
+    """The bound."""
+
+    comm_sms: int | None = flag(
+        None,
+        parsed_as=int,
+        at_least=1,
+        metavar="N",
+        advice="Without the flag NCCL chooses.",
+        unchecked="",
+        not_with_spec=": Megatron has made its process groups already. Set max_ctas of ep and tp_ep_mp in "
+        "--nccl-communicator-config-path instead.",
+        help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
+        "kernels beside it, at most; a power of two. By default NCCL chooses.",
+    )
+
+
+class BoundedSms(Feature):
+    """``--lancet-comm-sms``."""
+
+    name = "comm_sms"
+    flags = CommSmsFlags
+
+    def needs_plan(self, config: LancetConfig) -> bool:
+        """Whether there is a bound."""
+        return self.message_sms(config) is not None
+
+    def message_sms(self, config: LancetConfig) -> int | None:
+        """The bound."""
+        return config.of(CommSmsFlags).comm_sms
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuses a bound that nothing keeps to."""
+        check_comm_sms(facts.args, facts.config, facts.plan, facts.device)
+
+    def enter(self, facts: RunFacts, stack: ExitStack) -> None:
+        """Bounds the groups that Megatron makes."""
+        stack.enter_context(bounded_expert_groups(self.message_sms(facts.config)))
 
 
 def check_comm_sms(
@@ -31,10 +77,11 @@ def check_comm_sms(
     Raises:
         UsageError: the run has no such all-to-alls, or they would take more SMs, or the device has fewer.
     """
-    if config.comm_sms is None:
+    num_sms = config.of(CommSmsFlags).comm_sms
+    if num_sms is None:
         return
-    given = f"{FLAG} {config.comm_sms}"
-    for reason in _obstacles(args, config.comm_sms, plan, device):
+    given = f"{FLAG} {num_sms}"
+    for reason in _obstacles(args, num_sms, plan, device):
         raise UsageError(f"{given} can't act: {reason}")
 
 
@@ -84,3 +131,6 @@ def _obstacles_of_torch() -> Iterator[str]:
             f"torch {torch.__version__} has no ProcessGroupNCCL.Options().config.max_ctas. Install a build of torch "
             "that has it, or set NCCL_MAX_CTAS, for all groups, instead of the flag."
         )
+
+
+COMM_SMS = BoundedSms()

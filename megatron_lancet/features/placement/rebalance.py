@@ -17,6 +17,9 @@ from megatron.core import parallel_state
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.placement.flags import PlacementFlags
+from megatron_lancet.features.placement.optimizer_state import tensors_beside
+from megatron_lancet.features.placement.placement import check_can_place, present_placement
 from megatron_lancet.files import atomic_write
 from megatron_lancet.model.expert_placement import Beside, layers_with_experts, place_experts, places_of
 from megatron_lancet.model.local_experts.placed import parameters_of_places
@@ -28,8 +31,6 @@ from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.load.optimizer_state import tensors_beside
-from megatron_lancet.training.load.placement import check_can_place, present_placement
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.launcher import is_mocked
@@ -50,9 +51,10 @@ def check_can_rebalance(args: argparse.Namespace, config: LancetConfig, plan: Pl
     Raises:
         UsageError: the run can't move experts while it trains.
     """
-    if config.rebalance_interval is None:
+    interval = config.of(PlacementFlags).rebalance_interval
+    if interval is None:
         return
-    flag = f"{FLAG} {config.rebalance_interval}"
+    flag = f"{FLAG} {interval}"
     check_can_place(args, flag, plan)
     model_ranks = args.pipeline_model_parallel_size * (args.expert_tensor_parallel_size or 1)
     num_replicas = args.world_size // (model_ranks * args.expert_model_parallel_size)

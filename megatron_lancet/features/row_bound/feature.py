@@ -12,23 +12,30 @@ for the gradients and the copies of the one that is worked on. All ranks take th
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron_lancet.config import LancetConfig, RowLimitChoice
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
+from megatron_lancet.flags import CheckedFlags, flag
+from megatron_lancet.model.gpt import check_plan
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.collectives import from_all_ranks
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
+from megatron_lancet.training.run import OverlappedRun, Run
 from megatron_lancet.training.saved_tensors import expert_row_bytes
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
 from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_room_bytes
@@ -36,6 +43,72 @@ from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_ro
 FLAG = "--lancet-max-received-rows"
 _CHUNKS_AT_WORK = 2
 """Chunks' worth of memory for the one that is worked on, beside what is kept of it."""
+KEY = "max_received_rows"
+"""In ``report.json``."""
+
+
+class RowLimitChoice(StrEnum):
+    """Source of the most rows that a rank may receive of a chunk, other than a number."""
+
+    AUTO = "auto"
+    """What fits into the memory that the first steps leave."""
+
+
+def _row_limit(text: str) -> "int | RowLimitChoice":
+    """
+    Raises:
+        UsageError: the text is neither a word nor a number above 0.
+    """
+    if text in list(RowLimitChoice):
+        return RowLimitChoice(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(
+            f"--lancet-max-received-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
+            "is no bound."
+        )
+    return int(text)
+
+
+@dataclass(frozen=True)
+class RowBoundFlags(CheckedFlags):
+    """The bound."""
+
+    max_received_rows: int | RowLimitChoice | None = flag(
+        None,
+        same_on_all_ranks=True,
+        read=_row_limit,
+        metavar="{auto,N}",
+        help="guard against running out of memory when a router prefers some experts: the experts of a rank work on at "
+        "most N rows of a chunk at a time (a row is a token and one of its experts). Where a rank would receive more, "
+        "all ranks send the chunk in several rounds; no token is dropped and no step repeated. auto: as many rows as "
+        "fit into the memory that the first steps under the plan leave. By default there is no bound.",
+    )
+
+
+class RowBound(Feature):
+    """``--lancet-max-received-rows``."""
+
+    name = "row_bound"
+    flags = RowBoundFlags
+
+    def needs_plan(self, config: LancetConfig) -> bool:
+        """Whether there is a bound."""
+        return config.of(RowBoundFlags).max_received_rows is not None
+
+    def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
+        """Tiles."""
+        if part is PlanPart.TILES and self.needs_plan(config):
+            yield PlanBlocker(f"{FLAG} sends a chunk in rounds, which have no tiles", f"drop {FLAG}")
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuses a bound that the run can't follow, or does not need."""
+        check_row_limit(facts.args, facts.config, facts.plan)
+
+    def start(self, run: Run) -> "NoBound":
+        """Bounds the run's rows."""
+        if not isinstance(run, OverlappedRun) or not self.needs_plan(run.config):
+            return NoBound()
+        return ReceivedRows(run.facts.args, run.config, run.setup, run.recorder, run.device, run.is_settled)
 
 
 def check_row_limit(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> None:
@@ -47,27 +120,28 @@ def check_row_limit(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     Raises:
         UsageError: a limit is given to a run that can't follow it, or does not need it.
     """
-    if config.max_received_rows is None:
+    limit = config.of(RowBoundFlags).max_received_rows
+    if limit is None:
         return
-    flag = f"{FLAG} {config.max_received_rows}"
+    given = f"{FLAG} {limit}"
     if args.expert_model_parallel_size == 1:
         raise UsageError(
-            f"{flag} bounds the rows that experts receive from other ranks, but --expert-model-parallel-size is 1 and "
+            f"{given} bounds the rows that experts receive from other ranks, but --expert-model-parallel-size is 1 and "
             "none are sent. Drop the flag."
         )
     if plan is None:
         raise UsageError(
-            f"{flag} needs the overlapping block, but this run has stock Megatron modules, which receive all rows at "
+            f"{given} needs the overlapping block, but this run has stock Megatron modules, which receive all rows at "
             "once. Drop it, or --lancet-plan off."
         )
     if args.moe_pad_expert_input_to_capacity:
         raise UsageError(
-            f"{flag} would change nothing: with --moe-pad-expert-input-to-capacity every expert receives equally many "
+            f"{given} would change nothing: with --moe-pad-expert-input-to-capacity every expert receives equally many "
             "rows. Drop one of the two."
         )
     if is_mocked(args):
         raise UsageError(
-            f"{flag} needs the token counts of all ranks, but in a mocked world only one rank exists. Drop it, or "
+            f"{given} needs the token counts of all ranks, but in a mocked world only one rank exists. Drop it, or "
             "start the ranks."
         )
 
@@ -101,8 +175,53 @@ def most_rows(args: argparse.Namespace, config: LancetConfig) -> int:
     return tokens * ranks * holders * min(args.moe_router_topk, args.num_experts // ranks)
 
 
-class ReceivedRows:
-    """Bounds the rows of a run, as far as the bound has to be measured, and says when the first chunk was split."""
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    """The line on chunks with too many rows for a rank, if there was a bound."""
+    bound = report[KEY]
+    if bound is None and not report["num_split_chunks"]:
+        return []
+    line = f"received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
+    if bound is not None:
+        line += f", {bound} are allowed"
+    if not report["num_split_chunks"]:
+        return [f"{line}; no chunk had more"]
+    return [
+        f"{line}; {report['num_split_chunks']:.0f} of {report['num_chunks']:.0f} chunks, in "
+        f"{report['num_split_steps']:.0f} of {report['num_steps']} steps, went in up to {report['most_rounds']:.0f} "
+        "rounds"
+    ]
+
+
+def limit_rows(setup: OverlapSetup, max_rows: int | None) -> None:
+    """Lets a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
+
+    Args:
+        setup: has built its model.
+        max_rows: None for any number.
+
+    Raises:
+        UsageError: the plan does not work with a bound.
+    """
+    for stage in setup.stages:
+        check_plan(setup.plan, stage, max_rows)
+    comm = setup.stages[0].decoder.comm
+    comm.use(replace(comm.settings, max_expert_rows=max_rows))
+
+
+class NoBound(ActiveFeature):
+    """A run without a bound, whose report says so."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """No bound."""
+        return {KEY: None}
+
+    def lines(self, report: Mapping[str, Any]) -> Sequence[str]:
+        """The line on chunks with too many rows for a rank, if there was a bound."""
+        return _lines(report)
+
+
+class ReceivedRows(NoBound):
+    """Bounds the rows of a run, measures the bound where that is asked for, and says when the first chunk was split."""
 
     def __init__(
         self,
@@ -122,21 +241,35 @@ class ReceivedRows:
         self._recorder = recorder
         self._device = device
         self._is_settled = is_settled
-        self._is_measured = config.max_received_rows is not RowLimitChoice.AUTO
+        limit = config.of(RowBoundFlags).max_received_rows
+        self._given = limit if isinstance(limit, int) else None
+        self._is_measured = limit is not RowLimitChoice.AUTO
         self._is_told = False
+
+    def comm_settings(self) -> Mapping[str, Any]:
+        """The bound that is given."""
+        return {"max_expert_rows": self._given}
+
+    def summary(self) -> Mapping[str, Any]:
+        """The bound of the last step."""
+        return {KEY: self._comm.settings.max_expert_rows}
+
+    @property
+    def _comm(self) -> Comm:
+        return self._setup.stages[0].decoder.comm
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step; bound the next ones once enough of them have run under the plan."""
         result = step()
-        split = self._setup.first_split
+        split = self._comm.stats.first_split
         if split is not None and not self._is_told:
             self._is_told = True
             if dist.get_rank() == 0:
                 say(
                     f"Megatron-Lancet received rows: in step {self._args.curr_iteration + 1} {split.op} "
                     f"({split.op.in_words()}) would have brought {split.num_rows} rows to expert-parallel rank "
-                    f"{split.rank}, more than {self._setup.max_expert_rows}. It went in {split.num_rounds} rounds; so "
-                    "will others"
+                    f"{split.rank}, more than {self._comm.settings.max_expert_rows}. It went in {split.num_rounds} "
+                    "rounds; so will others"
                 )
         if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_TUNING_WARM_UP_STEPS:
             self._is_measured = True
@@ -157,7 +290,7 @@ class ReceivedRows:
         bound = min(rows for rows in from_all_ranks(own) if rows is not None)
         most = most_rows(args, self._config)
         fits = bound >= most
-        self._setup.limit_expert_rows(None if fits else bound)
+        limit_rows(self._setup, None if fits else bound)
         if dist.get_rank() != 0:
             return
         room = f"the {room_bytes / 1e6:.0f} MB that every rank has left"
@@ -165,3 +298,6 @@ class ReceivedRows:
         if fits:
             found = f"no bound is needed, because all {most} rows of a micro-batch fit on one rank in {room}"
         say(f"Megatron-Lancet received rows: {found}")
+
+
+ROW_BOUND = RowBound()

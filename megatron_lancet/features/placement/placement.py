@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.files import RecordError
 from megatron_lancet.model.expert_placement import layers_with_experts, place_experts, places_of
 from megatron_lancet.model.gpt import LanguageModel
@@ -37,11 +38,12 @@ def choose_placement(
     Raises:
         UsageError: the run can't place experts as it is asked to, or the file is not for its model.
     """
-    if not config.places_experts:
+    wanted = config.of(PlacementFlags)
+    if not wanted.places_experts:
         return None
-    if config.expert_placement is not None:
-        check_can_place(args, f"{FLAG} {config.expert_placement}", plan)
-    return _placement_of(args, config.expert_placement)
+    if wanted.expert_placement is not None:
+        check_can_place(args, f"{FLAG} {wanted.expert_placement}", plan)
+    return _placement_of(args, wanted.expert_placement)
 
 
 def check_can_place(args: argparse.Namespace, flag: str, plan: Plan | None) -> None:

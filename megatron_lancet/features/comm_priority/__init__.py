@@ -1,0 +1,1 @@
+"""Lina's priority: all-to-alls go before gradient reductions."""

@@ -1,0 +1,1 @@
+"""A bound on the multiprocessors that all-to-alls take."""

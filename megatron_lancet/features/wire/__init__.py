@@ -1,0 +1,1 @@
+"""Hidden states in a narrower format in messages."""

@@ -1,1 +1,0 @@
-"""What does a run do about uneven load of its experts?"""
