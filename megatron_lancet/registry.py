@@ -57,7 +57,9 @@ _DISPATCHES: tuple[str, ...] = (
 )
 """Simplest first."""
 
-_TILED: tuple[str, ...] = ("megatron_lancet.features.tiles.order:Tiled",)
+_TILED: tuple[str, ...] = (
+    "megatron_lancet.features.tiles.order:Tiled",  # a line of its own, as each feature has
+)
 """Makes a dispatch with tiles of another one; empty where no dispatch has tiles."""
 
 

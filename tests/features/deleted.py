@@ -4,15 +4,21 @@ Megatron is imported once, then each copy gets two forked ranks. A rank imports 
 plain chunked step. Prints a line of JSON for each copy.
 """
 
+import faulthandler
 import importlib
 import json
 import os
 import pkgutil
+import secrets
+import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 NUM_RANKS = 2
+LIMIT_S = 60
+"""Of the ranks of a copy, on a machine that is several times slower."""
 STEP = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --transformer-impl local "
@@ -33,9 +39,18 @@ def train(copy: Path, data: str) -> None:
     importlib.import_module("megatron_lancet.training.pretrain").main()
 
 
-def ranks_of(copy: Path, data: str, port: int) -> str:
+def free_port() -> int:
+    """A port on which nobody listens, below those that the kernel gives to connections."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def ranks_of(copy: Path, data: str) -> str:
     """Runs the ranks of a copy; returns their output, empty if all went well."""
-    pids = []
+    pids, port = [], free_port()
     for rank in range(NUM_RANKS):
         pid = os.fork()
         if pid == 0:
@@ -45,6 +60,7 @@ def ranks_of(copy: Path, data: str, port: int) -> str:
             log = os.open(copy / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs says where
             try:
                 train(copy, data)
                 status = 0
@@ -67,9 +83,8 @@ def main() -> None:
     import megatron.training  # noqa: F401
 
     folder, data, *cases = sys.argv[1:]
-    for number, case in enumerate(cases):
-        port = 21_000 + os.getpid() % 5000 + number
-        found = {"case": case, "error": ranks_of(Path(folder) / case, data, port)}
+    for case in cases:
+        found = {"case": case, "error": ranks_of(Path(folder) / case, data)}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
