@@ -83,10 +83,10 @@ def token_data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def metrics_are_forgotten():
     """Megatron keeps the number of layers of the first model, and the shape of the first scale of auxiliary losses."""
-    yield
     utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if utils is not None:
-        utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        utils.MoEAuxLossAutoScaler.main_loss_backward_scale = sys.modules["torch"].ones(1)
+    yield
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
         logging.destroy_moe_metrics_tracker()

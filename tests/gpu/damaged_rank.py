@@ -16,7 +16,7 @@ def damaged(damage: str, stack: ExitStack) -> None:
     from benchmarks.gpu.check.rank import gradients
     from benchmarks.gpu.variants import Runner
     from megatron_lancet.patching import around
-    from megatron_lancet.runtime.exchange import Exchange
+    from megatron_lancet.runtime.comm import Comm
 
     present = []
 
@@ -29,7 +29,7 @@ def damaged(damage: str, stack: ExitStack) -> None:
         if present[-1] and runner._plan is not None:
             next(iter(runner.gradients().values())).mul_(1.01)
 
-    def launch(stock, exchange, splits):
+    def transport_of(stock, comm, op):
         if present[-1] and damage == "hang":
             time.sleep(600)
         if present[-1] and damage == "crash":
@@ -37,13 +37,13 @@ def damaged(damage: str, stack: ExitStack) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if present[-1] and damage == "error":
             raise RuntimeError("no memory")
-        stock(exchange, splits)
+        return stock(comm, op)
 
     stack.enter_context(around(gradients.GradientCases, "run", run))
     if damage == "wrong gradient":
         stack.enter_context(around(Runner, "step", step))
     else:
-        stack.enter_context(around(Exchange, "launch", launch))
+        stack.enter_context(around(Comm, "transport_of", transport_of))
 
 
 if __name__ == "__main__":

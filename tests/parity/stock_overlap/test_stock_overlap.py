@@ -90,10 +90,11 @@ def as_stock() -> None:
 
 
 def as_ours() -> None:
+    from megatron_lancet.registry import features
     from megatron_lancet.training.job import run_job
     from megatron_lancet.training.process.exit import RankStatus
 
-    run_job(torch.device("cpu"), RankStatus())
+    run_job(torch.device("cpu"), RankStatus(), features=features())
 
 
 @contextmanager
