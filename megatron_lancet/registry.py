@@ -1,7 +1,7 @@
 """The optional features of a run, a line each: the only file of the core that names them.
 
-The lines are dotted names, which are imported on first use. So a planning tool does not import torch because a feature
-does, and no import circle arises. To remove a feature, delete its folder and its line.
+The lines are dotted names, imported on first use: planning tools stay without torch, and no import circle arises. To
+remove a feature, delete its folder and its lines.
 """
 
 import importlib

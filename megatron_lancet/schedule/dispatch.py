@@ -28,7 +28,6 @@ class OwnRows(StrEnum):
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
 NO_TILES = "this installation has no tiles"
-"""Reason against tiles."""
 
 
 class Dispatch(Named):
