@@ -50,12 +50,11 @@ _COMMANDS: dict[str, str] = {
 }
 """What flags run in place of a training."""
 
-_DISPATCHES: tuple[str, ...] = (
+_DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
     "megatron_lancet.features.dedup.order:DEDUP",
     "megatron_lancet.features.two_hop.order:TWO_HOP",
 )
-"""Simplest first."""
 
 _TILED: tuple[str, ...] = (
     "megatron_lancet.features.tiles.order:Tiled",  # a line of its own, as each feature has
