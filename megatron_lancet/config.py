@@ -262,7 +262,7 @@ class LancetConfig(CheckedFlags):
         return next((bound for bound in bounds if bound is not None), None)
 
     def unchecked_flags(self) -> dict[str, str]:
-        """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""
+        """Flags that a check on a few CPU ranks leaves out, by name, with the part of the run that is not checked."""
         kinds = (LancetConfig, DryRunConfig, *self.settings)
         flags = [(name, its) for kind in kinds for name, _, its in flags_of(kind)]
         return {name: its.unchecked for name, its in flags if its.unchecked is not None}

@@ -62,13 +62,13 @@ class PlanBlocker:
 
     @property
     def advice_begins(self) -> str:
-        """The advice as the begin of a sentence."""
+        """The advice with a capital letter, to start a sentence."""
         return self.advice[0].upper() + self.advice[1:]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of another kind than those of Megatron's GPT data sets; their sizes differ.
+    """Samples that do not come from Megatron's GPT data sets; their sizes differ.
 
     Attributes:
         dataset: class of Megatron's that reads them.
@@ -192,7 +192,7 @@ class Feature:
         yield from ()
 
     def announce(self, facts: RunFacts) -> Iterator[str]:
-        """Yields the lines that tell the user what the feature does in this run."""
+        """Yields log lines: what the feature does in this run."""
         yield from ()
 
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:

@@ -66,7 +66,7 @@ class ActiveBins(ActiveFeature):
 
     def __init__(self, args: argparse.Namespace, settings: BinSettings, recorder: StepRecorder) -> None:
         self._args, self._settings, self._recorder = args, settings, recorder
-        # Without any on ranks that draw no samples, those of a tensor-parallel group but the first.
+        # None on ranks that draw no samples: all ranks of a tensor-parallel group except the first.
         self._figures = BinFigures()
 
     def enter(self, stack: ExitStack) -> None:

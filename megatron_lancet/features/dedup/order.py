@@ -1,6 +1,6 @@
 """One row per token and *rank* that holds any of its experts: the rank expands it and sums what goes back.
 
-The messages and the order of ops are those of the plain dispatch.
+Messages and order of ops are the same as in the plain dispatch.
 """
 
 from megatron_lancet.schedule.dispatch import Dispatch

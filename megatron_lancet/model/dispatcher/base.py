@@ -110,7 +110,7 @@ class Dispatcher(Protocol):
     def of_each_expert(
         self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
     ) -> PlainRows:
-        """Makes of the rows that a chunk sends those of the plain dispatch, with a row for each token and expert.
+        """Expands the rows that a chunk sends to plain rows: one row for each token and expert.
 
         Args:
             rows: tokens [N, H] and their probabilities [N, ...]; those behind the rows that are sent don't count.
