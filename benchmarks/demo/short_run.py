@@ -27,8 +27,13 @@ from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
 from megatron_lancet.errors import UsageError
 
-LOSS_TOLERANCE = 1e-4
-"""A larger difference of losses is an error: sums in another order differ by 1e-7, which training then multiplies."""
+LOSS_TOLERANCE = 1e-3
+"""A larger relative difference of losses is an error.
+
+Sums in another order differ by 1e-7. Where a token's two best experts are nearly equal, that decides between them, and
+training multiplies the difference: from step 33 on, stock on an Intel Xeon and stock on an AMD EPYC are up to 1.4e-4
+apart.
+"""
 
 
 class CpuWatch:
