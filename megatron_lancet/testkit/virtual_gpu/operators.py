@@ -212,12 +212,27 @@ def _flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
         return 0
     if name in ("addmm", "addmm_"):  # whose variant with a type of the result has one more argument
         return int(counter(*args[:3], out_val=result))
-    flops = counter(*args, **kwargs, out_val=result)
-    if name.startswith("_scaled_dot_product") and _is_causal(function, args, kwargs):
+    if name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("_backward")
-        queries, keys = (tensor.size(2) for tensor in args[is_backward : is_backward + 2])
-        return int(flops * (2 * keys - queries) / (2 * keys))  # the last query sees all keys, the first fewer
-    return int(flops)
+        return _attention_flops(*args[is_backward : is_backward + 3], is_backward, _is_causal(function, args, kwargs))
+    return int(counter(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_backward: bool, is_causal: bool
+) -> int:
+    """FLOP of attention over ``[batch, heads, positions, head dim]``, with fewer key heads than query heads or as many.
+
+    torch's own count refuses fewer key heads before torch 2.12, and counts a causal mask as none.
+    """
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = key.size(2), value.size(3)
+    # The backward computes the scores again, and the gradients of scores, values, queries and keys.
+    widths = 3 * head_dim + 2 * value_dim if is_backward else head_dim + value_dim
+    flops = 2 * batch * heads * queries * keys * widths
+    if is_causal:
+        flops = flops * (2 * keys - queries) // (2 * keys)  # the last query sees all keys, the first fewer
+    return flops
 
 
 def _is_causal(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
