@@ -172,7 +172,7 @@ class LancetConfig(CheckedFlags):
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    experts_apart: bool = flag(
+    separate_expert_grads: bool = flag(
         False,
         parsed_as=bool,
         help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "

@@ -21,7 +21,7 @@ _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.bins.feature:BINS",
     "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
     "megatron_lancet.features.row_bound.feature:ROW_BOUND",
-    "megatron_lancet.features.wire.feature:WIRE",
+    "megatron_lancet.features.comm_dtype.feature:WIRE",
     "megatron_lancet.features.locality.feature:LOCALITY",
     "megatron_lancet.features.placement.feature:PLACEMENT",
     "megatron_lancet.features.comm_sms.feature:COMM_SMS",

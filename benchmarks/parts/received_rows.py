@@ -1,4 +1,4 @@
-"""A bound on received rows (``--lancet-max-received-rows``) on eight workloads: rows that ranks work on, and time.
+"""A bound on received rows (``--lancet-max-expert-rows``) on eight workloads: rows that ranks work on, and time.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.received_rows [--repeats 21] [--output FILE.json]
 

@@ -17,7 +17,7 @@ from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.routing.placement import Places
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
-type Beside = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
+type OptimizerTensors = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
 """Tensors that belong to a parameter and move with it, such as its optimizer's."""
 
 
@@ -46,7 +46,7 @@ def places_of(moe: OverlappingMoE) -> Places:
 
 
 def place_experts(
-    moe: OverlappingMoE, experts: Sequence[int], beside: Beside = lambda _: (), moves_weights: bool = True
+    moe: OverlappingMoE, experts: Sequence[int], beside: OptimizerTensors = lambda _: (), moves_weights: bool = True
 ) -> int:
     """Makes the places of a layer hold other experts from the next step on. Collective over its expert-parallel group.
 

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_lancet.model.adopt import ByPlan, adopt
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.factors import Factors, PartOfRows
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 Defer = Callable[[torch.Tensor, torch.Tensor], None]

@@ -201,7 +201,7 @@ class LayersByPlan:
         others = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **others}
         if not self.pre_process:
             self.set_input_tensor(unflattened)
-        with attentions_know(chunk, self.layers):
+        with document_masks(chunk, self.layers):
             return packed.flattened(forward(unflattened, None, **others))
 
     def packed(
@@ -254,7 +254,7 @@ def begin_layer(layer: torch.nn.Module, documents: Documents | None) -> None:
 
 
 @contextmanager
-def attentions_know(documents: Chunk, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+def document_masks(documents: Chunk, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside, the attentions of layers that Megatron's own forward pass runs attend inside documents.
 
     Args:

@@ -34,7 +34,7 @@ class Reason(StrEnum):
     COUNTS = "token counts"
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """The reason as a clause, for readers who do not know the names."""
         return _IN_WORDS[self]
 

@@ -38,12 +38,12 @@ from megatron_lancet.runtime.recorder import Recorder, waiting
 from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
-from megatron_lancet.schedule.wire import Wire
 
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
@@ -101,7 +101,7 @@ class Comm:
         own_rank: int,
         peers: Peers | None = None,
         scheduler: BackwardMessages | None = None,
-        wire: Wire = Wire.EXACT,
+        comm_dtype: CommDtype = CommDtype.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
         max_expert_rows: int | None = None,
@@ -110,7 +110,7 @@ class Comm:
         Args:
             peers: identifies the rank that caused a failure; None leaves it unnamed.
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
-            wire: number format of hidden states in messages.
+            comm_dtype: number format of hidden states in messages.
             hops: connections of the messages of two hops; None if no plan of this model has any.
             layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
                 if it is unknown.
@@ -120,7 +120,7 @@ class Comm:
         self.store = store
         self.stats = stats
         self.scheduler = scheduler
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         self.pairing: Position = position_class()(store, stats.on_cuda)
         self.settings = CommSettings(max_expert_rows=max_expert_rows)
         self.trace: Recorder | None = None
@@ -134,7 +134,7 @@ class Comm:
 
     def named(self, plan: Plan) -> str:
         """The text of a plan, with what changes results beside it."""
-        return f"{plan}{self.wire.in_name}"
+        return f"{plan}{self.comm_dtype.in_name}"
 
     def use(self, settings: CommSettings) -> None:
         """Changes the settings from the next step on. Call between steps."""
@@ -157,7 +157,7 @@ class Comm:
     def _in_words(self, doing: str, op: Op) -> str:
         peers = self._hop_of(op).peers
         sources = f" from {name_ranks(peers.others)}" if doing == _WAITING and peers is not None else ""
-        return f"{doing} {op} ({op.in_words()}){sources}"
+        return f"{doing} {op} ({op.description()}){sources}"
 
     def _hop_of(self, op: Op) -> Hop:
         """The connections of a message."""

@@ -31,7 +31,7 @@ class CommTimes:
         num_expert_rows: rows of these chunks.
         peak_expert_rows: the most rows that they worked on at a time.
         num_split_chunks: those of the chunks that were sent in several rounds, because a rank would have received more
-            rows than ``--lancet-max-received-rows``.
+            rows than ``--lancet-max-expert-rows``.
         most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
             beside it: on the CPU while it was in flight.

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.progress.position import Position
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.ops import Op
-from megatron_lancet.schedule.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Launcher(Protocol):
     @property
     def pairing(self) -> Position: ...
     @property
-    def wire(self) -> Wire: ...
+    def comm_dtype(self) -> CommDtype: ...
     @property
     def shares_connections(self) -> bool: ...
 
@@ -159,7 +159,7 @@ class Exchange:
         self.error: Exception | None = None
         self.transfer: Transfer | None = None
         self._comm = comm
-        self._layout = RowLayout.of(tensors, comm.wire.of_message(op))
+        self._layout = RowLayout.of(tensors, comm.comm_dtype.of_message(op))
         self._sent = self._received = self._layout.pack(tensors)
         self._ready = ReadyEvent(self._sent) if self.pending is not None else None
         self._result: tuple[torch.Tensor, ...] | None = None

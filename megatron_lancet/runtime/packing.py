@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lancet.schedule.wire import FP8_GROUP, RowFormat
+from megatron_lancet.schedule.comm_dtype import FP8_GROUP, RowFormat
 
 _ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""

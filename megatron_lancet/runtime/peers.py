@@ -69,7 +69,7 @@ class Peers:
         whose = "" if micro_batch is None else f" of micro-batch {micro_batch}"
         reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
         return PeerError(
-            f"rank {self._own_rank} gave up on {op} ({op.in_words()}){whose}: {who}. The output of that rank, or "
+            f"rank {self._own_rank} gave up on {op} ({op.description()}){whose}: {who}. The output of that rank, or "
             f"its system log, gives the reason. Reported by the transport: {reported}"
         )
 

@@ -16,8 +16,8 @@ from functools import cache
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.factors import PartOfRows
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op

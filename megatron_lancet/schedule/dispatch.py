@@ -36,7 +36,7 @@ class Dispatch(Named):
     Two of the same name are equal. They sort by name.
 
     Attributes:
-        in_words: what happens to a token, as a sentence without its end.
+        description: what happens to a token, as a sentence without its end.
         refusal: what a plan does that has this dispatch, as a verb phrase.
         receiver: what gets a token once in the first message.
         costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
@@ -50,7 +50,7 @@ class Dispatch(Named):
         tiles: parts in which the rows of other ranks go; 0 for one message of all rows.
     """
 
-    in_words: str
+    description: str
     refusal: str
     receiver: str
     costs: str
@@ -136,7 +136,7 @@ def _tiled(dispatch: Dispatch, tiles: int, own_rows: OwnRows) -> Dispatch:
 
 class _Plain(Dispatch):
     name = "plain"
-    in_words = "a token goes once to each of its experts"
+    description = "a token goes once to each of its experts"
     refusal = "sends plain rows"
     receiver = "expert"
     costs = "megatron_lancet.planning.dispatch:DispatchCosts"

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     WEIGHT_GRAD = "W"
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """The phase for a reader who does not know the letters."""
         return _PHASES_IN_WORDS[self]
 
@@ -183,12 +183,12 @@ class Op:
         tile = "" if self.tile is None else f"t{self.tile}."
         return f"{chunk}{tile}{self.phase}.{self.kind}"
 
-    def in_words(self) -> str:
+    def description(self) -> str:
         """The op for a reader who does not know the names."""
         layer = [] if self.layer is None else [f"layer {self.layer}"]
         chunk = [] if self.chunk is None else [f"chunk {self.chunk}"]
         tile = [] if self.tile is None else [f"tile {self.tile}"]
-        return ", ".join([*layer, *chunk, *tile, self.phase.in_words, self.kind])
+        return ", ".join([*layer, *chunk, *tile, self.phase.description, self.kind])
 
     def with_kind(self, kind: OpKind) -> "Op":
         """The op of another kind at the same place and in the same phase; of all rows where it never is of a tile."""

@@ -26,7 +26,7 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
-from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
+from megatron_lancet.training.checkpoint.ep_resize import separate_expert_grads
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 
@@ -158,14 +158,14 @@ class NoOverlap:
     delays_weight_grads = False
     position = "in Megatron's own model"
 
-    def __init__(self, experts_apart: bool = False) -> None:
-        self._experts_apart = experts_apart  # see checkpoint/ep_resize.py
+    def __init__(self, separate_expert_grads: bool = False) -> None:
+        self._separates_expert_grads = separate_expert_grads  # see checkpoint/ep_resize.py
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one; changes none of their modules."""
         check_same_plan(None)
-        if self._experts_apart:
-            keep_experts_apart(stages)
+        if self._separates_expert_grads:
+            separate_expert_grads(stages)
         return stages
 
 

@@ -147,7 +147,7 @@ class StockRun(Run):
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         super().__init__(choice, device)
-        self.setup = NoOverlap(choice.facts.config.experts_apart)
+        self.setup = NoOverlap(choice.facts.config.separate_expert_grads)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron_lancet.model.local_experts.adjacent import AdjacentTensors
 from megatron_lancet.model.local_experts.grouped_linear import multiply_together
 from megatron_lancet.model.local_experts.row_groups import RowGroups
-from megatron_lancet.runtime.placement import has_grouped_gemm
+from megatron_lancet.runtime.device import has_grouped_gemm
 from tests.gpu.devices import ON_BOTH
 
 OUTPUTS, INPUTS, GAP = 256, 128, 64

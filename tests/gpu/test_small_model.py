@@ -10,7 +10,7 @@ import torch
 
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.model.local_experts import grouped_linear
-from megatron_lancet.runtime.placement import has_grouped_gemm
+from megatron_lancet.runtime.device import has_grouped_gemm
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.testkit.mock.link import Link

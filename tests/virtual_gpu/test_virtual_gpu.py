@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
 from megatron_lancet.testkit.virtual_gpu.log import Kernel
 from megatron_lancet.testkit.virtual_gpu.operators import (

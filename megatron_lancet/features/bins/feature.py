@@ -1,4 +1,4 @@
-"""``--lancet-bins``: documents are samples, and the samples of a step are dealt to the bins of all ranks."""
+"""``--lancet-pack-documents``: documents are samples, and the samples of a step are dealt to the bins of all ranks."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,23 +27,24 @@ KEY = "bins"
 
 
 class Bins(Feature):
-    """``--lancet-bins``."""
+    """``--lancet-pack-documents``."""
 
     name = "bins"
     flags = BinsFlags
 
     def normalize(self, args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
         """Keeps documents apart in attention."""
-        if config.of(BinsFlags).bins and not args.dataloader_inter_document_masking:
+        if config.of(BinsFlags).pack_documents and not args.dataloader_inter_document_masking:
             args.dataloader_inter_document_masking = True
             yield f"{DOCUMENTS_FLAG} is on: {FLAG} packs documents"
 
     def samples(self, args: argparse.Namespace, config: LancetConfig) -> Samples | None:
         """Documents; a micro-batch is one bin, as long as it may be."""
-        bins = config.of(BinsFlags)
-        if not bins.bins:
+        if not config.of(BinsFlags).pack_documents:
             return None
-        return Samples(DocumentDataset, 1, most_positions(args, bins), f"with {FLAG} the number of samples")
+        return Samples(
+            DocumentDataset, 1, most_positions(args, config.of(BinsFlags)), f"with {FLAG} the number of samples"
+        )
 
     def check(self, facts: RunFacts) -> None:
         """Refuses what does not work with bins."""

@@ -9,7 +9,7 @@ from megatron_lancet.flags import CheckedFlags, flag
 class BinsFlags(CheckedFlags):
     """Whether and how documents of different lengths are dealt to micro-batches."""
 
-    bins: bool = flag(
+    pack_documents: bool = flag(
         False,
         parsed_as=bool,
         unchecked="how documents are dealt to micro-batches",
@@ -17,23 +17,23 @@ class BinsFlags(CheckedFlags):
         "ranks, so that micro-batches that run at the same time take equally long, and packed. Default: Megatron's "
         "samples, all of --seq-length.",
     )
-    bins_max_tokens: int | None = flag(
+    pack_max_tokens: int | None = flag(
         None,
         parsed_as=int,
         at_least=1,
         unchecked="",
         metavar="N",
         advice="Without the flag it is --seq-length.",
-        help="with --lancet-bins, tokens of a micro-batch, at most; more only where the samples of a step do not fit. "
-        "Default: --seq-length.",
+        help="with --lancet-pack-documents, most tokens of a micro-batch; more only where the samples of a step do not "
+        "fit. Default: --seq-length.",
     )
-    bins_cost: float | None = flag(
+    pack_attention_cost: float | None = flag(
         None,
         parsed_as=float,
         at_least=0,
         unchecked="",
         metavar="RATIO",
         advice="0: attention costs nothing beside the rest.",
-        help="with --lancet-bins, time of a position's attention to one other, in units of all other time of a token. "
-        "Default: from the operations of the model's sizes.",
+        help="with --lancet-pack-documents, time of a position's attention to one other, in units of all other time "
+        "of a token. Default: from the operations of the model's sizes.",
     )

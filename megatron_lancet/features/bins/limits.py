@@ -1,4 +1,4 @@
-"""``--lancet-bins``: what it does not work with, and how a run deals its samples."""
+"""``--lancet-pack-documents``: what it does not work with, and how a run deals its samples."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
 from megatron_lancet.training.platform.launcher import is_mocked
 
-FLAG = "--lancet-bins"
+FLAG = "--lancet-pack-documents"
 _MOST_CHUNKS = 8
 """Chunks for which a bin has enough positions where the user does not give their number: a planner's choice."""
 
@@ -28,18 +28,20 @@ def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
         UsageError: the run has what does not work with bins, or a flag of bins without them.
     """
     bins = config.of(BinsFlags)
-    if not bins.bins:
-        for flag, value in (("max-tokens", bins.bins_max_tokens), ("cost", bins.bins_cost)):
+    if not bins.pack_documents:
+        for flag, value in (("max-tokens", bins.pack_max_tokens), ("attention-cost", bins.pack_attention_cost)):
             if value is not None:
-                raise UsageError(f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG}.")
+                raise UsageError(
+                    f"--lancet-pack-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG}."
+                )
         return
     for found, why, advice in _blockers(args):
         raise UsageError(f"{FLAG} does not work with {found}: {why}. {advice}")
     multiple = _multiple(args)
-    if bins.bins_max_tokens is not None and bins.bins_max_tokens % multiple:
+    if bins.pack_max_tokens is not None and bins.pack_max_tokens % multiple:
         raise UsageError(
-            f"{FLAG}-max-tokens expects a multiple of {multiple}, the positions that the ranks of a layout or the "
-            f"precision share, got {bins.bins_max_tokens}. Change it."
+            f"--lancet-pack-max-tokens expects a multiple of {multiple}, the positions that the ranks of a layout or "
+            f"the precision share, got {bins.pack_max_tokens}. Change it."
         )
 
 
@@ -85,7 +87,7 @@ def _multiple(args: argparse.Namespace) -> int:
 
 def most_positions(args: argparse.Namespace, bins: BinsFlags) -> int:
     """The user's bound on the positions of a bin."""
-    return bins.bins_max_tokens or int(args.seq_length)
+    return bins.pack_max_tokens or int(args.seq_length)
 
 
 def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings | None:
@@ -95,9 +97,9 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
         args: Megatron's arguments, validated, and accepted by :func:`check_bins`.
     """
     bins = config.of(BinsFlags)
-    if not bins.bins:
+    if not bins.pack_documents:
         return None
-    ratio = bins.bins_cost
+    ratio = bins.pack_attention_cost
     if ratio is None:
         # As Megatron makes its configuration of a model from them.
         groups = args.num_query_groups if args.group_query_attention else None

@@ -116,7 +116,7 @@ class BinnedSteps:
             self._max_tokens = max_tokens
             say(
                 f"Megatron-Lancet bins: the samples of a step do not fit bins of {self._settings.max_tokens} tokens, "
-                f"the largest has {max_tokens}. Raise --lancet-bins-max-tokens if memory allows, or lower "
+                f"the largest has {max_tokens}. Raise --lancet-pack-max-tokens if memory allows, or lower "
                 "--micro-batch-size."
             )
 

@@ -9,7 +9,7 @@ from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 
 class _Dedup(Dispatch):
     name = "dedup"
-    in_words = "a token goes once to each rank that holds any of its experts"
+    description = "a token goes once to each rank that holds any of its experts"
     refusal = "deduplicates what is dispatched"
     receiver = "rank"
     costs = "megatron_lancet.features.dedup.costs:DedupCosts"

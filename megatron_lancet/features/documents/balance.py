@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.transformer import TransformerConfig
 
 from megatron_lancet.model.attention.slices import own_positions
-from megatron_lancet.runtime.placement import to_device
+from megatron_lancet.runtime.device import to_device
 
 if TYPE_CHECKING:
     from megatron_lancet.features.documents.lengths import Documents

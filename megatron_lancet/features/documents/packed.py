@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.model.attention.slices import own_positions
-from megatron_lancet.runtime.placement import to_device
+from megatron_lancet.runtime.device import to_device
 from megatron_lancet.schedule.documents.cost import DocumentCost
 
 

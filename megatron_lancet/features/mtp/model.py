@@ -25,8 +25,8 @@ from megatron_lancet.model.samples import DocumentReader, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.model.transformer_block import (
     SegmentForward,
-    attentions_know,
     begin_layer,
+    document_masks,
     random_state,
     refuse_arguments,
     segments_here,
@@ -156,7 +156,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         unflattened = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
         padding = padding_for_stock(padding_mask, unflattened[0], packed)
         inputs = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **inputs}
-        with attentions_know(chunk, [self.mtp_model_layer]):
+        with document_masks(chunk, [self.mtp_model_layer]):
             return packed.flattened(run(*unflattened, **inputs))
 
     def _packed(self, params: PackedSeqParams, hidden: torch.Tensor) -> PackedMicroBatch:

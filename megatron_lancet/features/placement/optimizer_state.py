@@ -6,10 +6,10 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_lancet.model.expert_placement import Beside
+from megatron_lancet.model.expert_placement import OptimizerTensors
 
 
-def tensors_beside(optimizer: Any) -> Beside:
+def tensors_beside(optimizer: Any) -> OptimizerTensors:
     """A function that returns a parameter's further tensors, in an order that is the same for all experts.
 
     Args:

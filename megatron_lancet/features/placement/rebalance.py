@@ -21,7 +21,7 @@ from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.features.placement.optimizer_state import tensors_beside
 from megatron_lancet.features.placement.placement import check_can_place, present_placement
 from megatron_lancet.files import atomic_write
-from megatron_lancet.model.expert_placement import Beside, layers_with_experts, place_experts, places_of
+from megatron_lancet.model.expert_placement import OptimizerTensors, layers_with_experts, place_experts, places_of
 from megatron_lancet.model.local_experts.placed import parameters_of_places
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.planning.load.placement import placement_to_json, swapped
@@ -217,7 +217,7 @@ class Rebalancer:
         )
 
 
-def _expert_bytes(moe: Any, beside: Beside) -> int:
+def _expert_bytes(moe: Any, beside: OptimizerTensors) -> int:
     """What moves with one expert of a layer: weights, main copies and moments."""
     places_of(moe)  # makes experts that were never moved tell their parameters by place
     return sum(

@@ -1,4 +1,4 @@
-"""``--lancet-max-received-rows``: how many rows of a chunk the experts of a rank may work on at a time.
+"""``--lancet-max-expert-rows``: how many rows of a chunk the experts of a rank may work on at a time.
 
 With ``auto`` the bound follows from memory that is measured when a few steps have run under the plan. Every received
 row keeps bytes alive until its backward pass, and every chunk whose backward pass is still to come may have as many
@@ -40,10 +40,10 @@ from megatron_lancet.training.saved_tensors import expert_row_bytes
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
 from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_room_bytes
 
-FLAG = "--lancet-max-received-rows"
+FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2
 """Chunks' worth of memory for the one that is worked on, beside what is kept of it."""
-KEY = "max_received_rows"
+KEY = "max_expert_rows"
 """In ``report.json``."""
 
 
@@ -63,7 +63,7 @@ def _row_limit(text: str) -> "int | RowLimitChoice":
         return RowLimitChoice(text)
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(
-            f"--lancet-max-received-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
+            f"--lancet-max-expert-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
             "is no bound."
         )
     return int(text)
@@ -73,7 +73,7 @@ def _row_limit(text: str) -> "int | RowLimitChoice":
 class RowBoundFlags(CheckedFlags):
     """The bound."""
 
-    max_received_rows: int | RowLimitChoice | None = flag(
+    max_expert_rows: int | RowLimitChoice | None = flag(
         None,
         same_on_all_ranks=True,
         read=_row_limit,
@@ -86,14 +86,14 @@ class RowBoundFlags(CheckedFlags):
 
 
 class RowBound(Feature):
-    """``--lancet-max-received-rows``."""
+    """``--lancet-max-expert-rows``."""
 
     name = "row_bound"
     flags = RowBoundFlags
 
     def needs_plan(self, config: LancetConfig) -> bool:
         """Whether there is a bound."""
-        return config.of(RowBoundFlags).max_received_rows is not None
+        return config.of(RowBoundFlags).max_expert_rows is not None
 
     def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
         """Tiles."""
@@ -120,7 +120,7 @@ def check_row_limit(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     Raises:
         UsageError: a limit is given to a run that can't follow it, or does not need it.
     """
-    limit = config.of(RowBoundFlags).max_received_rows
+    limit = config.of(RowBoundFlags).max_expert_rows
     if limit is None:
         return
     given = f"{FLAG} {limit}"
@@ -241,7 +241,7 @@ class ReceivedRows(NoBound):
         self._recorder = recorder
         self._device = device
         self._is_settled = is_settled
-        limit = config.of(RowBoundFlags).max_received_rows
+        limit = config.of(RowBoundFlags).max_expert_rows
         self._given = limit if isinstance(limit, int) else None
         self._is_measured = limit is not RowLimitChoice.AUTO
         self._is_told = False
@@ -267,7 +267,7 @@ class ReceivedRows(NoBound):
             if dist.get_rank() == 0:
                 say(
                     f"Megatron-Lancet received rows: in step {self._args.curr_iteration + 1} {split.op} "
-                    f"({split.op.in_words()}) would have brought {split.num_rows} rows to expert-parallel rank "
+                    f"({split.op.description()}) would have brought {split.num_rows} rows to expert-parallel rank "
                     f"{split.rank}, more than {self._comm.settings.max_expert_rows}. It went in {split.num_rounds} "
                     "rounds; so will others"
                 )

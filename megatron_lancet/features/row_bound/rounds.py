@@ -16,8 +16,8 @@ import torch
 
 from megatron_lancet.features.row_bound.limit import Counts
 from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import RowSplits
-from megatron_lancet.runtime.placement import on_cuda
 
 
 def cut_rows(counts: Counts, num_ranks: int, number: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Tiled(Dispatch):
         self.tiles = tiles
         self.own_rows = own_rows
         self.name = f"{whole} tiles={tiles} own-rows={own_rows}"
-        self.in_words, self.refusal, self.receiver = whole.in_words, "sends rows in tiles", whole.receiver
+        self.description, self.refusal, self.receiver = whole.description, "sends rows in tiles", whole.receiver
         self.measured_as, self.messages, self.needs_nodes = whole.measured_as, whole.messages, whole.needs_nodes
 
     @property

@@ -21,8 +21,8 @@ from megatron_lancet.features.tiles.order import Tiled
 from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_holder, cut_evenly
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.schedule.dispatch import Dispatch
 
 
@@ -159,7 +159,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         index, number = (part, self.tiling.num_own) if is_own else (part - self.tiling.num_own, self.tiling.num_tiles)
         return [
             part_sizes(num_rows, number)[index] if (peer // self._tp_size == self.own_rank) is is_own else 0
-            for peer, num_rows in enumerate(self._routes.told_rows())
+            for peer, num_rows in enumerate(self._routes.received_row_counts())
         ]
 
     def _is_own(self, num_peers: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ def model_blocker(is_quantized: bool, has_row_bound: bool) -> Blocker | None:
         )
     if has_row_bound:
         return Blocker(
-            "--lancet-max-received-rows sends a chunk in rounds, which have no tiles",
+            "--lancet-max-expert-rows sends a chunk in rounds, which have no tiles",
             is_evident=True,
-            advice="drop --lancet-max-received-rows",
+            advice="drop --lancet-max-expert-rows",
         )
     return None

@@ -27,7 +27,7 @@ _HOPS: dict[Verb, Layer] = {
 
 class _TwoHop(Dispatch):
     name = "two-hop"
-    in_words = "a token goes once to each node that holds any of its experts, and there once to each such rank"
+    description = "a token goes once to each node that holds any of its experts, and there once to each such rank"
     refusal = "dispatches in two hops"
     receiver = "node"
     costs = "megatron_lancet.features.two_hop.costs:TwoHopCosts"

@@ -1,4 +1,4 @@
-"""``--lancet-causes-interval``, and the causes of the step that ``--lancet-report`` traces."""
+"""``--lancet-diagnose-interval``, and the causes of the step that ``--lancet-report`` traces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ KEY = "exposed_by_cause"
 class CausesFlags(CheckedFlags):
     """Which steps are traced for causes."""
 
-    causes_interval: int = flag(
+    diagnose_interval: int = flag(
         0,
         parsed_as=int,
         at_least=0,
@@ -43,10 +43,10 @@ class Causes(Feature):
 
     def check(self, facts: RunFacts) -> None:
         """Refuses to trace stock modules."""
-        interval = facts.config.of(CausesFlags).causes_interval
+        interval = facts.config.of(CausesFlags).diagnose_interval
         if interval and facts.plan is None:
             raise UsageError(
-                f"--lancet-causes-interval {interval} traces the overlapping block, but this run has stock Megatron "
+                f"--lancet-diagnose-interval {interval} traces the overlapping block, but this run has stock Megatron "
                 "modules. Drop it, or what keeps them: --lancet-plan off, or no expert parallelism."
             )
 
@@ -54,7 +54,7 @@ class Causes(Feature):
         """Watches a run of the overlapping block, if it asks for that."""
         if not isinstance(run, OverlappedRun):
             return None
-        interval = run.config.of(CausesFlags).causes_interval
+        interval = run.config.of(CausesFlags).diagnose_interval
         if not interval or run.makes_profile:
             return ActiveCauses(run, None)
         return ActiveCauses(run, CauseWatch(run.setup, run.recorder, run.device, run.is_settled, interval))

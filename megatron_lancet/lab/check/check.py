@@ -41,17 +41,17 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Guilt:
+class Culprit:
     """Where a difference comes from.
 
     Attributes:
         axes: axes of the layout and features without which, each alone, there is none.
-        innocent: those without which the difference stays.
+        cleared: those without which the difference stays.
         refused: those that Megatron does not run without.
     """
 
     axes: list[str] = field(default_factory=list)
-    innocent: list[str] = field(default_factory=list)
+    cleared: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
@@ -74,7 +74,7 @@ class Finding:
     stock: Comparison
     ours: Comparison | None
     why_not_ours: str
-    guilt: Guilt | None
+    guilt: Culprit | None
     stock_seeds: tuple[int, ...]
     our_seeds: tuple[int, ...]
     num_runs: int
@@ -151,16 +151,16 @@ class Checker:
         expected = self.run(words, Layout(), _STOCK, seed)
         return compare(self.run(words, layout, _STOCK, seed), expected)
 
-    def guilt(self, seed: int) -> Guilt:
+    def guilt(self, seed: int) -> Culprit:
         """Removes each axis and each feature alone, and sees whether the difference goes."""
-        guilt = Guilt()
+        guilt = Culprit()
         for name, words, layout in self._less():
             try:
                 still = layout.num_ranks > 1 and self.stock(words, layout, seed).differs
             except (RefusedRunError, FailedRunError):
                 guilt.refused.append(name)
             else:
-                (guilt.innocent if still else guilt.axes).append(name)
+                (guilt.cleared if still else guilt.axes).append(name)
         return guilt
 
     def _less(self) -> Iterator[tuple[str, list[str], Layout]]:

@@ -66,8 +66,8 @@ def _guilt(finding: Finding) -> Iterator[str]:
         yield f"guilty: without any one of {', '.join(finding.guilt.axes)} there is no difference"
     else:
         yield "guilty: no axis alone; the difference stays whichever one is removed"
-    if finding.guilt.innocent:
-        yield f"the difference stays without {', '.join(finding.guilt.innocent)}"
+    if finding.guilt.cleared:
+        yield f"the difference stays without {', '.join(finding.guilt.cleared)}"
     if finding.guilt.refused:
         yield f"Megatron does not run without {', '.join(finding.guilt.refused)}"
 
@@ -101,7 +101,7 @@ def record(finding: Finding, seconds: float) -> dict[str, Any]:
         "ours": numbers(finding.ours),
         "why_not_ours": finding.why_not_ours,
         "guilty": None if guilt is None else guilt.axes,
-        "innocent": None if guilt is None else guilt.innocent,
+        "cleared": None if guilt is None else guilt.cleared,
         "not_run_without": None if guilt is None else guilt.refused,
         "stock_seeds": finding.stock_seeds,
         "our_seeds": finding.our_seeds,

@@ -79,7 +79,7 @@ def _name(name: str, reason: str | None) -> dict[str, Any]:
     op = Op.find(name)
     return {
         "text": name,
-        "words": name if op is None else op.in_words(),
+        "words": name if op is None else op.description(),
         "layer": None if op is None else op.layer,
         "chunk": None if op is None else op.chunk,
         "tile": None if op is None else op.tile,

@@ -197,7 +197,7 @@ def _slice(pid: int, tid: int, span: Span, of_kernel: Mapping[str, Any]) -> dict
     op = Op.find(span.name)
     known: dict[str, Any] = {"op": span.name}
     if op is not None:
-        known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "tile": op.tile, "phase": op.phase}
+        known = {"op": op.description(), "layer": op.layer, "chunk": op.chunk, "tile": op.tile, "phase": op.phase}
     args: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     args |= {"lane": span.lane.value, **of_kernel}
     event: dict[str, Any] = {"ph": "X", "name": span.name, "cat": category(span), "pid": pid, "tid": tid}

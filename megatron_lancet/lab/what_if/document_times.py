@@ -88,7 +88,7 @@ def measured_pair_shares(profile: Profile) -> PairShares:
     if not any(map(_is_first_of_several, profile.ops)):
         raise UsageError(
             "the profile has no times of attention in chunks along the sequence, which tell what long documents cost. "
-            "Profile the model with such chunks, or pass --bins-cost"
+            "Profile the model with such chunks, or pass --attention-cost"
         )
     return PairShares(_fitted_share(profile, Phase.FORWARD), _fitted_share(profile, Phase.INPUT_GRAD))
 
@@ -135,7 +135,7 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
     if pair_ms > work.attention_ms:
         most = work.attention_ms / (own_ms - work.attention_ms) * whole.num_tokens / whole.num_pairs
         raise UsageError(
-            f"--bins-cost {cost.tokens_per_pair:g} would make attention longer than the "
+            f"--attention-cost {cost.tokens_per_pair:g} would make attention longer than the "
             f"{work.attention_ms:.1f} of {own_ms:.1f} ms that it takes in the profile; expected at most "
             f"{most:.2g}"
         )

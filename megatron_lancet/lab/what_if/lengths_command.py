@@ -51,11 +51,11 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"documents of a step on each rank (default: as many as fill {filled})",
     )
     add(
-        "--bins-cost",
+        "--attention-cost",
         type=positive_float,
         metavar="RATIO",
-        help="as --lancet-bins-cost: cost of a position's attention to one other, in costs of a token's other work on "
-        "its own rank (default: from the profile's chunks along the sequence)",
+        help="as --lancet-pack-attention-cost: cost of a position's attention to one other, in costs of a token's "
+        "other work on its own rank (default: from the profile's chunks along the sequence)",
     )
     add("--steps", type=positive_int, default=20, metavar="N", help="drawn steps (default: 20)")
     add("--seed", type=count, default=0, help="of the draw (default: 0)")
@@ -81,7 +81,7 @@ def predicted_packings(
     """
     facts = profile.model
     histogram = in_steps(read_lengths(arguments.lengths), facts.seq_length)
-    given = arguments.bins_cost
+    given = arguments.attention_cost
     shares = measured_pair_shares(profile) if given is None else given_pair_shares(profile, DocumentCost(given))
     positions = _FILLED * layout.num_micro_batches * facts.micro_batch_size * facts.seq_length
     setting = Setting(

@@ -34,7 +34,7 @@ def _setting(found: Packings) -> str:
         f"{setting.num_documents} documents of {found.mean_length:.0f} tokens in the mean on each of "
         f"{setting.num_ranks} ranks, {setting.num_micro_batches} micro-batches of {setting.max_tokens} tokens, EP "
         f"{setting.ep_size}; {found.num_steps} steps drawn\n"
-        f"attention to a position costs {found.cost.tokens_per_pair:.3g} tokens (--lancet-bins-cost)"
+        f"attention to a position costs {found.cost.tokens_per_pair:.3g} tokens (--lancet-pack-attention-cost)"
     )
 
 

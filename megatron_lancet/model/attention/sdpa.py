@@ -28,7 +28,7 @@ from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.parts import document_reader
 from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.model.samples import Documents
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 
 _KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 """Whether the kernel for documents takes fewer key heads than query heads; that of torch 2.11 does not say so."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import CountsExchange
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 

@@ -120,8 +120,8 @@ class Routes:
         """Of routes that are even; see :meth:`PendingRoutes.told`."""
         return self.by_peer
 
-    def told_rows(self) -> Sequence[int]:
-        """Of routes that are even; see :meth:`PendingRoutes.told_rows`."""
+    def received_row_counts(self) -> Sequence[int]:
+        """Of routes that are even; see :meth:`PendingRoutes.received_row_counts`."""
         return list(map(sum, self.by_peer))
 
 
@@ -233,7 +233,7 @@ class PendingRoutes[R: KnownRoutes]:
         self.wait()
         return self._received
 
-    def told_rows(self) -> Sequence[int]:
+    def received_row_counts(self) -> Sequence[int]:
         """Waits for the counts; rows of a message from each peer, [P * V]."""
         return [self._rows_to(of_peer) for of_peer in self.told()]
 

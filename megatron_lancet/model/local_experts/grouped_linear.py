@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm
 from megatron_lancet.model.linear import Defer, DeferredColumnParallelLinear, DeferredRowParallelLinear
 from megatron_lancet.model.local_experts.adjacent import ALIGNMENT_BYTES, AdjacentTensors, lay_side_by_side
 from megatron_lancet.model.local_experts.row_groups import RowGroups
-from megatron_lancet.runtime.placement import has_grouped_gemm, on_cuda
+from megatron_lancet.runtime.device import has_grouped_gemm, on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 
 DeferredLinear = DeferredColumnParallelLinear | DeferredRowParallelLinear

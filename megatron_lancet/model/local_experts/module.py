@@ -19,7 +19,7 @@ from megatron_lancet.model.adopt import ByPlan, is_of_ddp
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
 from megatron_lancet.model.local_experts.placed import PlacedExperts
 from megatron_lancet.model.local_experts.row_groups import RowGroups
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 
 MAX_ROWS_PER_EXPERT = 128
 

@@ -53,10 +53,10 @@ def pairing_line(explanation: Explanation) -> str:
 def dispatch_line(explanation: Explanation) -> str:
     """Says what all-to-alls carry, and what the same plan would take if they carried something else."""
     dispatch, others_ms = explanation.plan.dispatch, explanation.other_dispatches_ms
-    text = f"dispatch: {dispatch}, {dispatch.in_words}"
+    text = f"dispatch: {dispatch}, {dispatch.description}"
     if not others_ms:
         return text
-    others = [f"{step_ms:.1f} ms with {other} ({other.in_words})" for other, step_ms in others_ms.items()]
+    others = [f"{step_ms:.1f} ms with {other} ({other.description})" for other, step_ms in others_ms.items()]
     return f"{text}; the same plan takes {', '.join(others)}"
 
 
@@ -84,7 +84,7 @@ def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
 def reason_lines(explanation: Explanation) -> Iterator[str]:
     """Yields the exposed time of all layers for each reason, longest first."""
     for reason, ms in explanation.exposed_by_reason().items():
-        yield f"{ms:10.1f} ms a step: {reason} ({reason.in_words})"
+        yield f"{ms:10.1f} ms a step: {reason} ({reason.description})"
 
 
 def _filled_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _exposed_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
             by_message.setdefault((_without_layer(message.op), message.reason), []).append(message.ms)
     for (op, reason), times_ms in by_message.items():
         where = "" if len(times_ms) == len(layers) else f" in {len(times_ms)} of {len(layers)} layers"
-        yield f"    {op} is exposed {_span(times_ms)}{where}: {reason} ({reason.in_words})"
+        yield f"    {op} is exposed {_span(times_ms)}{where}: {reason} ({reason.description})"
 
 
 def _without_layer(name: str) -> str:

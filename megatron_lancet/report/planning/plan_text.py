@@ -43,7 +43,7 @@ class LayerGroup:
         return f"{text} ({self.kind})" if self.kind else text
 
 
-def in_words(segment: Segment) -> str:
+def description(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
     tiles = f"; {tiles_in_words(segment)}" if segment.tiles else ""
     if segment.num_chunks == 1:
@@ -123,7 +123,7 @@ def head_lines(content: PlanFile) -> Iterator[str]:
         )
     yield "weight gradients: " + _dw_in_words(content.plan)
     if not content.plan.dispatch.is_plain:
-        yield f"dispatch: {content.plan.dispatch}, {content.plan.dispatch.in_words}"
+        yield f"dispatch: {content.plan.dispatch}, {content.plan.dispatch.description}"
     if content.plan.is_paired:
         yield "pairing: each backward runs beside the forward of the next micro-batch"
 
@@ -132,7 +132,7 @@ def plan_lines(content: PlanFile) -> Iterator[str]:
     """Yields the plan of each group of layers, and the prediction."""
     exposed = {one.layer: one.exposed_ms for one in content.prediction.layers} if content.prediction else None
     for group in layer_groups(content):
-        yield f"{group}: {in_words(group.segment)}"
+        yield f"{group}: {description(group.segment)}"
         for line in group.gaps:
             yield f"    gap {line}"
         if exposed is not None and group.kind != "dense":
@@ -158,7 +158,7 @@ def _end_lines(content: PlanFile) -> Iterator[str]:
     if ends.dw_window != content.plan.dw_window:
         yield f"    weight gradients: {_dw_in_words(ends)}"
     for group in layer_groups(replace(content, plan=ends)):
-        yield f"    {group}: {in_words(group.segment)}"
+        yield f"    {group}: {description(group.segment)}"
         for line in group.gaps:
             yield f"        gap {line}"
 

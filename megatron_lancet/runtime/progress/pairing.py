@@ -67,11 +67,11 @@ class _Side:
     def mark(self, doing: str, op: Op) -> None:
         self.last, self.last_number = (doing, op), self.number
 
-    def in_words(self, in_words: Callable[[str, Op], str]) -> str:
+    def description(self, description: Callable[[str, Op], str]) -> str:
         if self.last is None:
             whose = "" if self.number is None else f" of the {self.what} of micro-batch {self.number}"
             return f"before the first all-to-all{whose}"
-        return in_words(*self.last) + ("" if self.last_number is None else f", of micro-batch {self.last_number}")
+        return description(*self.last) + ("" if self.last_number is None else f", of micro-batch {self.last_number}")
 
 
 class Pairing(Position):
@@ -170,15 +170,15 @@ class Pairing(Position):
         self._failed_at, self._present = None, self._side
         self._present.mark(doing, op)
 
-    def position(self, in_words: Callable[[str, Op], str]) -> str:
+    def position(self, description: Callable[[str, Op], str]) -> str:
         """Returns where this rank is: first the one of forward and backward that ran last, or that has failed.
 
         Args:
-            in_words: says what was done with an op.
+            description: says what was done with an op.
         """
         present, other = self._failed_at or self._present_and_other()
-        beside = "" if other.number is None else f"; beside it {other.in_words(in_words)}"
-        return present.in_words(in_words) + beside
+        beside = "" if other.number is None else f"; beside it {other.description(description)}"
+        return present.description(description) + beside
 
     def _present_and_other(self) -> tuple[_Side, _Side]:
         """Returns the one of forward and backward that ran last, and the other."""

@@ -43,13 +43,13 @@ class Position:
         """Sets what was last done with an op."""
         self._last = doing, op
 
-    def position(self, in_words: Callable[[str, Op], str]) -> str:
+    def position(self, description: Callable[[str, Op], str]) -> str:
         """Returns where this rank is.
 
         Args:
-            in_words: says what was done with an op.
+            description: says what was done with an op.
         """
-        return "before the first all-to-all" if self._last is None else in_words(*self._last)
+        return "before the first all-to-all" if self._last is None else description(*self._last)
 
     def forward_waits(self) -> None:
         """Called in front of each wait of a forward."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.recorder import Point
 
 

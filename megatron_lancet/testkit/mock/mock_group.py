@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.testkit.mock.link import Link, Queue
 from megatron_lancet.testkit.mock.mock_work import Clock, DeviceWork, HostWork, refuse_one_connection
 from megatron_lancet.testkit.mock.paced_link import PacedLink

@@ -1,7 +1,7 @@
 """A GPU that does not exist: tensors are the host's, kernels run on the CPU, and the order is what is checked.
 
 Inside :func:`virtual_gpu` the names that the program uses of ``torch.cuda`` lead to a :class:`VirtualGpu`, and
-``runtime/placement.py`` says that every tensor is on it. Inside ``watch()`` each operator is a kernel on the current
+``runtime/device.py`` says that every tensor is on it. Inside ``watch()`` each operator is a kernel on the current
 stream: its reads and writes come from its schema, and it is logged. Numbers stay right, unless an order is missing and
 a stream is made late. ``testkit/virtual_gpu/megatron.py`` runs Megatron on it.
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime import placement
+from megatron_lancet.runtime import device
 from megatron_lancet.testkit.mock import mock_group
 from megatron_lancet.testkit.virtual_gpu import collectives
 from megatron_lancet.testkit.virtual_gpu.kernels import kernels_of_cuda
@@ -344,6 +344,6 @@ def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         stack.enter_context(kernels_of_cuda())
         stack.enter_context(replaced(CausalBias, "__new__", _plain_new))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *args: gpu.record_stream(*args)))
-        stack.enter_context(replaced(placement, "_is_cuda", lambda device: True))
+        stack.enter_context(replaced(device, "_is_cuda", lambda device: True))
         stack.enter_context(replaced(mock_group.MockProcessGroup, "_issue", collectives.issued_on(gpu)))
         yield gpu

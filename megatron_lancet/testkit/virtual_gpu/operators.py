@@ -214,7 +214,8 @@ def _flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
         return int(counter(*args[:3], out_val=result))
     if name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("_backward")
-        return _attention_flops(*args[is_backward : is_backward + 3], is_backward, _is_causal(function, args, kwargs))
+        query, key, value = args[is_backward : is_backward + 3]
+        return _attention_flops(query, key, value, is_backward, _is_causal(function, args, kwargs))
     return int(counter(*args, **kwargs, out_val=result))
 
 

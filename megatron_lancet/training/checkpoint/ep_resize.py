@@ -2,7 +2,7 @@
 
 Megatron keeps the optimizer state of experts apart from that of dense weights where the experts are spread over
 several ranks, but not where one rank has all of them: a checkpoint fits only runs of the same kind. With
-``--lancet-experts-apart`` a run with size 1 keeps them apart as well: the experts' gradients get buckets and an
+``--lancet-separate-expert-grads`` a run with size 1 keeps them apart as well: the experts' gradients get buckets and an
 optimizer of their own. The sums are the same, over the same ranks.
 """
 
@@ -15,17 +15,17 @@ from torch import nn
 
 from megatron_lancet.errors import UsageError
 
-_FLAG = "--lancet-experts-apart"
+_FLAG = "--lancet-separate-expert-grads"
 
 
-def check_experts_apart(args: argparse.Namespace) -> None:
+def check_separate_expert_grads(args: argparse.Namespace) -> None:
     """Raise a UsageError if the flag is given, but has no effect in this run."""
-    if args.lancet_experts_apart and (not args.num_experts or args.expert_model_parallel_size > 1):
+    if args.lancet_separate_expert_grads and (not args.num_experts or args.expert_model_parallel_size > 1):
         found = f"this run has size {args.expert_model_parallel_size}" if args.num_experts else "this model has none"
         raise UsageError(f"{_FLAG} keeps experts apart where --expert-model-parallel-size is 1; {found}. Drop it.")
 
 
-def keep_experts_apart(stages: Iterable[nn.Module]) -> None:
+def separate_expert_grads(stages: Iterable[nn.Module]) -> None:
     """Mark the experts' weights as Megatron does with a larger size. To be called before DDP wraps the stages."""
     for stage in stages:
         for layer in stage.modules():
@@ -47,8 +47,8 @@ def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
     if not args.num_experts or args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
         return
     before, now = getattr(saved, "expert_model_parallel_size", 1), args.expert_model_parallel_size
-    was_apart = before > 1 or getattr(saved, "lancet_experts_apart", False)
-    is_apart = now > 1 or args.lancet_experts_apart
+    was_apart = before > 1 or getattr(saved, "lancet_separate_expert_grads", False)
+    is_apart = now > 1 or args.lancet_separate_expert_grads
     sizes = f"the checkpoint was saved with --expert-model-parallel-size {before}, this run has {now}"
     if was_apart and not is_apart:
         raise UsageError(f"{sizes}: pass {_FLAG} too, or the optimizer's state can't be loaded.")

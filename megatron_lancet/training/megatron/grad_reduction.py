@@ -19,7 +19,7 @@ from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
-from megatron_lancet.runtime.placement import on_cuda
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.reductions import MicroOps
 

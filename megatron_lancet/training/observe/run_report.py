@@ -73,7 +73,7 @@ def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None
         layers = explain(profile, plan).layers
     except RecordError:  # the profile does not cover this fixed plan: there is no prediction to show
         return record
-    reasons = {message.op: message.reason.in_words for layer in layers for message in layer.exposed}
+    reasons = {message.op: message.reason.description for layer in layers for message in layer.exposed}
     return replace(record, predicted=predicted, reasons=reasons)
 
 

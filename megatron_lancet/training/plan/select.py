@@ -52,7 +52,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         notes = [*_nodes_note(args, config, plan), *_dropout_note(args, plan)]
         return plan, "; ".join([f"{plan} from {config.plan}", *notes])
     if config.plan is PlanChoice.OFF:
-        for flag in _wishes_of_overlap(config):
+        for flag in _flags_that_need_overlap(config):
             raise UsageError(
                 f"{flag} needs the overlapping block, but --lancet-plan off asks for stock Megatron modules. Drop one "
                 "of the two."
@@ -60,7 +60,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         return None, f"off: stock Megatron modules{_attention_note(config)}"
     if not has_all_to_alls(args):
         chunks = [] if config.num_chunks in (None, 1) else [f"--lancet-num-chunks {config.num_chunks}"]
-        for flag in (*chunks, *_wishes_of_overlap(config)):
+        for flag in (*chunks, *_flags_that_need_overlap(config)):
             what = "is about" if flag.startswith(DISPATCH_FLAG) else "overlaps"
             raise UsageError(
                 f"{flag} {what} the all-to-all of expert parallelism, but there is none: "
@@ -82,7 +82,7 @@ def _attention_note(config: LancetConfig) -> str:
     return " with torch's fused attention" if config.attention is AttentionChoice.SDPA else ""
 
 
-def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
+def _flags_that_need_overlap(config: LancetConfig) -> Iterator[str]:
     """Flags of :func:`choose_plan` that stock modules can't follow."""
     if config.pairing is PairingChoice.ON:
         yield f"{PAIRING_FLAG} on"

@@ -166,9 +166,9 @@ def test_packings_of_documents_are_compared(run, tmp_path):
     assert best["padding"] == 0 < worst["padding"]
     assert f"{best['step_ms']:.1f}" in text
     assert run(*argv, "--format", "markdown").count("\n") == 5
-    more = run(*argv, "--bins-cost", 0.001, "--ep-size", 2, "--num-micro-batches", 2)
+    more = run(*argv, "--attention-cost", 0.001, "--ep-size", 2, "--num-micro-batches", 2)
     assert "2 micro-batches of 256 tokens, EP 2" in more
-    assert "costs 0.001 tokens (--lancet-bins-cost)" in more
+    assert "costs 0.001 tokens (--lancet-pack-attention-cost)" in more
 
 
 def test_plan_of_another_layout_is_simulated_with_a_note(tools, profile, tmp_path, capsys):

@@ -16,7 +16,7 @@ FLAGS = (
     *(*EP2, "--moe-aux-loss-coeff", 0, "--moe-z-loss-coeff", 0, "--calculate-per-token-loss"),
     *("--eval-iters", 2, "--eval-interval", SAVED_AT, "--clip-grad", 1e9),
 )
-CHUNKED = ("--lancet-bins", "--lancet-num-chunks", 2)
+CHUNKED = ("--lancet-pack-documents", "--lancet-num-chunks", 2)
 TOLERANCE = 1e-5
 """Of losses and norms: which samples are summed up together differs. About 5e-7 was measured."""
 NAMES = ("lm loss", "grad norm")
@@ -62,7 +62,7 @@ def test_losses_are_those_of_documents_one_by_one(in_bins, documents, tmp_path):
     of a micro-batch.
     """
     expected, folder = in_bins
-    flags = [*FLAGS, "--lancet-bins", "--micro-batch-size", 1, "--lancet-plan", "off"]
+    flags = [*FLAGS, "--lancet-pack-documents", "--micro-batch-size", 1, "--lancet-plan", "off"]
     flags += ["--pipeline-model-parallel-size", 2]
     run = pretrain(documents, [*flags, *going_on(folder)], tmp_path, num_ranks=4, train_iters=NUM_ITERS)
     assert "do not fit" not in run.outputs[0]
@@ -80,7 +80,7 @@ def test_losses_do_not_depend_on_the_layout(in_bins, documents, tmp_path, flags)
     """With one data-parallel rank, the model-parallel ranks of which get the same documents."""
     expected, folder = in_bins
     layout = [*flags.split(), *(["--sequence-parallel"] if "tensor" in flags else [])]
-    extra = [*FLAGS, "--lancet-bins", *layout, *going_on(folder)]
+    extra = [*FLAGS, "--lancet-pack-documents", *layout, *going_on(folder)]
     run = pretrain(documents, extra, tmp_path, train_iters=NUM_ITERS)
     # With tensor parallelism, and none of experts, Megatron's norm is another one (docs/check.md), and after a step the
     # loss by 1.5e-5, without bins as well.

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.schedule.wire import Wire
 from tests.layer_inputs import take_inputs
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import (
@@ -177,20 +177,20 @@ def overlapping_stages(
     models,
     plan: Plan,
     switchable: bool = False,
-    wire: Wire = Wire.EXACT,
+    comm_dtype: CommDtype = CommDtype.EXACT,
     nodes: Nodes | None = None,
     max_rows: int | None = None,
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
+    from megatron_lancet.features.comm_dtype.feature import ActiveCommDtype
     from megatron_lancet.features.row_bound.feature import limit_rows
-    from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    narrow, timeout = [ActiveWire(wire)], timedelta(minutes=2)
+    narrow, timeout = [ActiveCommDtype(comm_dtype)], timedelta(minutes=2)
     setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, nodes=nodes, features=narrow)
     setup(models)
     limit_rows(setup, max_rows)
@@ -276,7 +276,7 @@ def compare_plan(
     plan: Plan,
     disturb=None,
     against=None,
-    wire: Wire = Wire.EXACT,
+    comm_dtype: CommDtype = CommDtype.EXACT,
     nodes: Nodes | None = None,
     placed: PlacedCase | None = None,
     max_rows: int | None = None,
@@ -288,7 +288,7 @@ def compare_plan(
 
     Args:
         against: stock's settings where they are not ours.
-        wire: number format of our messages.
+        comm_dtype: number format of our messages.
         nodes: how expert-parallel groups lie on nodes, for two hops.
         placed: puts our experts on other ranks; their gradients are compared on stock's.
         max_rows: that a rank's experts work on at a time.
@@ -299,7 +299,7 @@ def compare_plan(
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes, max_rows=max_rows)
+    setup, stats = overlapping_model(our_model, plan, comm_dtype=comm_dtype, nodes=nodes, max_rows=max_rows)
     place(our_model, placed)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
@@ -331,7 +331,7 @@ def compare_plan(
         "grouped_layers": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
         **{name: getattr(times, name) for name in COUNTERS},
-        "row_bytes": [] if wire is Wire.EXACT else profiled_row_bytes(our_model),
+        "row_bytes": [] if comm_dtype is CommDtype.EXACT else profiled_row_bytes(our_model),
     }
 
 
@@ -340,7 +340,7 @@ def profiled_row_bytes(model) -> list[int]:
     from megatron_lancet.profiler.facts import ProfiledModel, model_facts
 
     facts = model_facts(ProfiledModel((model,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES))
-    assert " wire=" in facts.name
+    assert " comm_dtype=" in facts.name
     return [facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes]
 
 
@@ -438,13 +438,13 @@ def results_on_two_ranks() -> dict[str, Any]:
     for name, disturb in {**tiled.DAMAGED, "tiles/rows-by-part": tiled.rows_by_part}.items():
         results[name] = compare_plan({}, tiled.TWO, disturb)
     for name, plan in NARROW.items():
-        results[name] = compare_plan({}, plan, wire=Wire.FP8)
+        results[name] = compare_plan({}, plan, comm_dtype=CommDtype.FP8)
     for name, guard in guarded.CASES.items():
         disturb = erratic_wire if guard.disturbed else None
         results[name] = compare_plan(guard.overrides, guard.plan, disturb, max_rows=guard.max_rows)
     for name, disturb in guarded.DAMAGED.items():
         results[name] = compare_plan({}, fixed_plan(1), disturb, max_rows=40)
-    results["guarded/wire-fp8/k=1"] = compare_plan({}, fixed_plan(1), wire=Wire.FP8, max_rows=40)
+    results["guarded/fp8-messages/k=1"] = compare_plan({}, fixed_plan(1), comm_dtype=CommDtype.FP8, max_rows=40)
     results["kept"] = kept_bytes(guarded.CASES[guarded.HOT])
     for name, placed in {**PLACED_CASES, "placed/unmoved": UNMOVED}.items():
         results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)

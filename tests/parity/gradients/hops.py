@@ -10,9 +10,9 @@ import torch
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.wire import Wire
 from tests.parity.gradients.disturbances import erratic_wire, row_counted_twice
 from tests.parity.gradients.variants import DEDUP_CASES, FORCED
 
@@ -33,7 +33,7 @@ class HopCase(NamedTuple):
         layout: of :data:`LAYOUTS`.
         overrides: of the config, see ``gradients_worker.build``.
         disturb: what disturbs the run.
-        wire: number format of the messages.
+        comm_dtype: number format of the messages.
         idle: ranks whose experts get no token.
     """
 
@@ -41,7 +41,7 @@ class HopCase(NamedTuple):
     overrides: dict[str, Any]
     plan: Plan
     disturb: Callable[[ExitStack], None] | None = None
-    wire: Wire = Wire.EXACT
+    comm_dtype: CommDtype = CommDtype.EXACT
     idle: tuple[int, ...] = ()
 
     @property
@@ -119,7 +119,7 @@ CASES: dict[str, HopCase] = {
     "EP2xETP2/top-4/two-hop/k=2": HopCase("EP2xETP2", {"num_moe_experts": 8, "moe_router_topk": 4}, TWO, erratic_wire),
 }
 NARROW: dict[str, HopCase] = {
-    "EP4/wire-fp8/two-hop/k=1": HopCase("EP4", _EIGHT, ONE, wire=Wire.FP8),
+    "EP4/fp8-messages/two-hop/k=1": HopCase("EP4", _EIGHT, ONE, comm_dtype=CommDtype.FP8),
 }
 """Messages whose hidden states are rounded, now in each of two hops."""
 SWITCHED: dict[str, Plan] = {

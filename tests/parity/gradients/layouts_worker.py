@@ -110,7 +110,9 @@ def compare_hops_in(layout: str) -> dict[str, Any]:
     nodes = hops.nodes_of(layout)
     with parallel(hops.LAYOUTS[layout], nodes) as config:
         results: dict[str, Any] = {
-            name: compare_plan({**config, **case.overrides}, case.plan, case.disturb, wire=case.wire, nodes=nodes)
+            name: compare_plan(
+                {**config, **case.overrides}, case.plan, case.disturb, comm_dtype=case.comm_dtype, nodes=nodes
+            )
             for name, case in {**hops.CASES, **hops.NARROW, **hops.DAMAGED}.items()
             if case.layout == layout
         }

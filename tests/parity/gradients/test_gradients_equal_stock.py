@@ -270,9 +270,9 @@ def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradient
 def test_rows_of_rounds_are_rounded_as_those_of_one_message(results):
     """So that all gradients but the experts', which are sums over rounds, are those without rounds to the bit."""
     for result in results:
-        found, expected = (result[case]["gradients"] for case in ("guarded/wire-fp8/k=1", "wire-fp8/k=1"))
+        found, expected = (result[case]["gradients"] for case in ("guarded/fp8-messages/k=1", "fp8-messages/k=1"))
         assert {name for name in found if found[name] != expected[name]} <= {n for n in found if ".experts." in n}
-        assert result["guarded/wire-fp8/k=1"]["most_rounds"] > 1
+        assert result["guarded/fp8-messages/k=1"]["most_rounds"] > 1
 
 
 def test_all_rows_to_one_rank_are_as_many_at_a_time_as_may_be(results):
@@ -315,7 +315,7 @@ def test_rounded_messages_have_fewer_bytes(results):
 
     The profiler finds the same bytes of a row.
     """
-    row_bytes, case = 64 + 3 * 64 + 16, "wire-fp8/k=1"
+    row_bytes, case = 64 + 3 * 64 + 16, "fp8-messages/k=1"
     exact, narrow = (sum(result[name]["payload_bytes"] for result in results) for name in ("plain/k=1", case))
     assert sum(results[0][case]["row_bytes"]) == row_bytes
     assert narrow == pytest.approx(exact * row_bytes / (2 * 144 + 2 * 128), rel=0.01)  # tokens may choose otherwise

@@ -295,10 +295,10 @@ DEDUP_CASES: dict[str, DedupCase] = {
 }
 """On two ranks with EP=2; two experts a rank unless the model has more."""
 NARROW: dict[str, Plan] = {
-    "wire-fp8/k=1": fixed_plan(1),
-    "wire-fp8/k=3/dedup": replace(fixed_plan(3), dispatch=DEDUP),
+    "fp8-messages/k=1": fixed_plan(1),
+    "fp8-messages/k=3/dedup": replace(fixed_plan(3), dispatch=DEDUP),
 }
-"""Runs with ``--lancet-wire fp8``: messages whose hidden states are rounded."""
+"""Runs with ``--lancet-comm-dtype fp8``: messages whose hidden states are rounded."""
 
 
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ from tests.ranks.pretraining import EP2, pretrain
 
 pytestmark = pytest.mark.distributed
 
-EP1 = ["--expert-model-parallel-size", "1", "--lancet-experts-apart"]
+EP1 = ["--expert-model-parallel-size", "1", "--lancet-separate-expert-grads"]
 OVERLAP = ["--lancet-num-chunks", "2"]
 NUM_ITERS, PACKED_AT, BACK_AT = 6, 2, 4
 SAVE = ["--save-interval", PACKED_AT]

@@ -81,7 +81,7 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
 def test_flex_sends_a_row_per_token_and_rank(stock, token_data, tmp_path):
     """One chunk, and two experts per token: sums of two, so not a bit may differ, whichever steps are traced."""
     flags = [*EP2, "--moe-token-dispatcher-type", "flex", "--lancet-num-chunks", 1, "--lancet-report", tmp_path]
-    flags += ["--lancet-causes-interval", 2, "--tensorboard-dir", tmp_path / "events"]
+    flags += ["--lancet-diagnose-interval", 2, "--tensorboard-dir", tmp_path / "events"]
     ours = pretrain(token_data, flags, tmp_path, train_iters=8)
     assert "flex runs as the plan's all-to-alls, one row per token and rank" in ours.outputs[0]
     assert "chunks=1 dim=batch range=stack dw=fill dw-window=2 dispatch=dedup" in ours.outputs[0]
@@ -115,7 +115,7 @@ def check_causes(output, folder, steps):
 def test_each_flag_that_limits_the_plan(stock, token_data, tmp_path):
     """Each flag that limits the plan, with a value that is not its default."""
     limits = "--lancet-num-chunks 2 --lancet-attention sdpa --lancet-range gate --lancet-chunk-dim batch"
-    limits += " --lancet-dispatch dedup --lancet-dw-policy none --lancet-max-received-rows auto"
+    limits += " --lancet-dispatch dedup --lancet-dw-policy none --lancet-max-expert-rows auto"
     flags = [*EP2, *limits.split(), "--lancet-report", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, train_iters=4)
     assert "chunks=2 dim=batch range=gate dw=none dw-window=0 dispatch=dedup" in ours.outputs[0]
@@ -126,7 +126,7 @@ def test_each_flag_that_limits_the_plan(stock, token_data, tmp_path):
     assert report["num_dw_in_gaps"] == report["num_dw_early"] == report["num_dw_late"] == 0
     # Measured behind the third step: this machine has room for any imbalance of so small a model.
     assert "received rows: no bound is needed, because all " in ours.outputs[0]
-    assert (report["max_received_rows"], report["num_split_chunks"]) == (None, 0)
+    assert (report["max_expert_rows"], report["num_split_chunks"]) == (None, 0)
 
 
 def test_plan_off_runs_the_fused_attention_that_is_asked_for(stock, token_data, tmp_path):
@@ -143,7 +143,7 @@ def test_clipped_training_with_bounded_weight_grads(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
-    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-max-received-rows", "100", "--lancet-report", tmp_path]
+    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-max-expert-rows", "100", "--lancet-report", tmp_path]
     bound += ["--tensorboard-dir", tmp_path / "events"]
     ours = pretrain(token_data, [*both, *bound], tmp_path / "ours", train_iters=6)
     assert "megatron_lancet.model.local_experts.module" in ours.model_modules
@@ -155,7 +155,7 @@ def test_clipped_training_with_bounded_weight_grads(token_data, tmp_path):
     assert 0 < report["peak_dw_bytes"] <= 100_000
     assert report["num_dw_early"] > 0
     assert "deferred of 0.1 MB" in ours.outputs[0]
-    assert 50 < report["peak_expert_rows"] <= report["max_received_rows"] == 100
+    assert 50 < report["peak_expert_rows"] <= report["max_expert_rows"] == 100
     assert 0 < report["num_split_chunks"] == report["num_chunks"]
     assert ours.outputs[0].count("Megatron-Lancet received rows: in step 1 ") == 1
     assert f"6 of 6 steps, went in up to {report['most_rounds']:.0f} rounds" in ours.outputs[0]
@@ -190,10 +190,10 @@ def test_plan_off_has_no_module_of_ours(stock):
 
 def test_training_with_a_narrow_wire_is_near_stock_and_not_equal(stock, token_data, tmp_path):
     """Hidden states are rounded to three bits behind the point in forward dispatches, and the report says so."""
-    flags = [*EP2, "--lancet-num-chunks", "2", "--lancet-wire", "fp8", "--lancet-report", tmp_path]
+    flags = [*EP2, "--lancet-num-chunks", "2", "--lancet-comm-dtype", "fp8", "--lancet-report", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, train_iters=4)
-    assert "; wire=fp8: hidden states are rounded in messages, and losses" in ours.outputs[0]
-    assert json.loads((tmp_path / "report.json").read_text())["plan"].endswith(" wire=fp8")
+    assert "; comm_dtype=fp8: hidden states are rounded in messages, and losses" in ours.outputs[0]
+    assert json.loads((tmp_path / "report.json").read_text())["plan"].endswith(" comm_dtype=fp8")
     found, expected = ours.series("lm loss"), stock("fp32").series("lm loss")[:4]
     assert found == pytest.approx(expected, rel=5e-3)
     assert found != pytest.approx(expected, rel=TOLERANCE["fp32"]["lm loss"])

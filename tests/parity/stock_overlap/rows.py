@@ -22,7 +22,7 @@ HOOKS = "--save-activations-interval 5 --save-dgrads-interval 5 --save-tokens-pe
 FSDP = "--use-megatron-fsdp --megatron-fsdp-enable-fine-grained-param-gather"
 FOLDER = "FOLDER"
 """Placeholder for a folder of the test in a row's flags."""
-BINS = "--lancet-bins --calculate-per-token-loss"
+BINS = "--lancet-pack-documents --calculate-per-token-loss"
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def test_dws_of_tiles_are_gathered_where_none_is_deferred(one_rank):
     setup = OverlapSetup(plan, cpu, cpu_stats(), timedelta(minutes=1))
     assert setup.delays_weight_grads
     setup([build()])
-    with pytest.raises(UsageError, match="--lancet-max-received-rows"):
+    with pytest.raises(UsageError, match="--lancet-max-expert-rows"):
         limit_rows(setup, 64)
     assert setup.stages[0].decoder.comm.settings.max_expert_rows is None
 

@@ -10,7 +10,7 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.report.planning.explanation_text import layer_lines
-from megatron_lancet.report.planning.plan_text import in_words
+from megatron_lancet.report.planning.plan_text import description
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, Segment, fixed_plan
 
@@ -81,7 +81,7 @@ def test_explanation_names_tiles():
     assert {"L1.c0.t0.F.dispatch", "L1.c0.t1.F.dispatch"} <= ops
     first, *_ = layer_lines(explanation)
     assert "one chunk, rows of other ranks in 2 tiles, a rank's own behind them; exposed" in first
-    assert in_words(fixed_plan(1, tiles=1).segments[0]) == (
+    assert description(fixed_plan(1, tiles=1).segments[0]) == (
         "the micro-batch as a whole; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
     )
 

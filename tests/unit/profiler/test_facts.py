@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.schedule.wire import RowFormat
+from megatron_lancet.schedule.comm_dtype import RowFormat
 from tests.unit.profiler.synthetic import FACTS
 
 

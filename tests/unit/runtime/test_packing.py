@@ -9,8 +9,8 @@ from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.packing import RowLayout, from_fp8, to_fp8
+from megatron_lancet.schedule.comm_dtype import FP8_GROUP, CommDtype, RowFormat
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.wire import FP8_GROUP, RowFormat, Wire
 from tests.fakes import Loopback, cpu_stats
 
 E4M3_MAX = 448
@@ -170,14 +170,14 @@ def test_packing_changes_no_tensor_and_shares_no_memory(row_format):
 
 
 @pytest.mark.parametrize(
-    ("wire", "dispatch_bytes", "others_bytes"),
+    ("comm_dtype", "dispatch_bytes", "others_bytes"),
     # 256 hidden states; in a dispatch two scales and a probability, each in 16 bytes
-    [(Wire.EXACT, 1024 + 16, 1024), (Wire.FP8, 256 + 16 + 16, 512)],
+    [(CommDtype.EXACT, 1024 + 16, 1024), (CommDtype.FP8, 256 + 16 + 16, 512)],
 )
-def test_bytes_on_the_wire_are_those_of_the_narrow_rows(wire, dispatch_bytes, others_bytes):
+def test_bytes_on_the_wire_are_those_of_the_narrow_rows(comm_dtype, dispatch_bytes, others_bytes):
     """Of dispatch and combine, forward and backward, in the counters and in the trace."""
     stats = cpu_stats()
-    comm = Comm(Loopback(), None, stats, own_rank=0, wire=wire)
+    comm = Comm(Loopback(), None, stats, own_rank=0, comm_dtype=comm_dtype)
     comm.trace = mock.MagicMock()
     hidden = torch.randn(4, 256, requires_grad=True)
     probs = torch.rand(4, requires_grad=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.runtime import placement
+from megatron_lancet.runtime import device as tensor_device
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
@@ -68,7 +68,7 @@ class Event:
 @pytest.fixture
 def device(monkeypatch) -> Device:
     device = Device()
-    monkeypatch.setattr(placement, "_is_cuda", lambda _: True)
+    monkeypatch.setattr(tensor_device, "_is_cuda", lambda _: True)
     monkeypatch.setattr(torch.cuda, "Stream", type("", (), {"__new__": lambda _, priority: device.stream(priority)}))
     monkeypatch.setattr(torch.cuda.Stream, "priority_range", staticmethod(lambda: (0, -5)), raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(device))

@@ -55,9 +55,9 @@ def test_names_of_no_op_are_not_parsed(name):
 
 
 def test_ops_in_words_name_layer_chunk_and_phase():
-    assert Op.parse("L3.c0.F.dispatch").in_words() == "layer 3, chunk 0, forward, dispatch"
-    assert Op.parse("L3.W.mlp.linear_fc1").in_words() == "layer 3, backward (weight gradient), mlp.linear_fc1"
-    assert Op.parse("I.head").in_words() == "backward (input gradient), head"
+    assert Op.parse("L3.c0.F.dispatch").description() == "layer 3, chunk 0, forward, dispatch"
+    assert Op.parse("L3.W.mlp.linear_fc1").description() == "layer 3, backward (weight gradient), mlp.linear_fc1"
+    assert Op.parse("I.head").description() == "backward (input gradient), head"
 
 
 def test_ops_are_mirrored_and_named_within_a_layer():
@@ -70,7 +70,7 @@ def test_ops_are_mirrored_and_named_within_a_layer():
 def test_ops_of_tiles_are_named_by_them():
     dispatch = Op.parse("L3.c1.t2.F.dispatch")
     assert (dispatch.tile, dispatch.within_layer()) == (2, "c1.t2.F.dispatch")
-    assert dispatch.in_words() == "layer 3, chunk 1, tile 2, forward, dispatch"
+    assert dispatch.description() == "layer 3, chunk 1, tile 2, forward, dispatch"
     assert str(dispatch.mirrored()) == "L3.c1.t2.I.dispatch"
     assert str(dispatch.with_kind(OpKind.EXPERTS)) == "L3.c1.t2.F.experts"
     assert str(dispatch.with_kind(OpKind.PREPROCESS)) == "L3.c1.F.preprocess"  # of all rows

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime import placement
+from megatron_lancet.runtime import device
 from tests.kernel_counts import kernels
 from tests.unit.model.local_experts.pair import BF16, Pair
 
@@ -52,7 +52,7 @@ def test_kernels_of_sixteen_experts_by_forward_backward_and_dws(one_rank, settin
     found = {}
     for way in expected:
         with (
-            replaced(placement, "_is_cuda", lambda device, way=way: way != SEQUENTIAL),
+            replaced(device, "_is_cuda", lambda device, way=way: way != SEQUENTIAL),
             replaced(grouped_linear, "has_grouped_gemm", lambda weight, way=way: way == GROUPED),
         ):
             pair = Pair(NUM_EXPERTS, **settings)

@@ -1,6 +1,6 @@
 """Experts on CUDA, by grouped GEMMs, against stock's sequential experts under Megatron's DDP.
 
-Tensors are in the host's memory: ``placement`` is told that they are on CUDA, and torch's ``grouped_mm`` knows both.
+Tensors are in the host's memory: ``device`` is told that they are on CUDA, and torch's ``grouped_mm`` knows both.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime import placement
+from megatron_lancet.runtime import device
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
@@ -21,7 +21,7 @@ SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
 
 @pytest.fixture
 def on_cuda(one_rank) -> Iterator[None]:
-    with replaced(placement, "_is_cuda", lambda device: True):
+    with replaced(device, "_is_cuda", lambda device: True):
         yield
 
 
@@ -88,7 +88,7 @@ def test_layers_of_experts_wait_for_gathered_parameters(one_rank, cuda):
         pair.ours.may_group = may_group
         group = type(pair.ddp.bucket_groups[0])
         with (
-            replaced(placement, "_is_cuda", lambda device, is_cuda=is_cuda: is_cuda),
+            replaced(device, "_is_cuda", lambda device, is_cuda=is_cuda: is_cuda),
             mock.patch.object(group, "finish_param_sync", autospec=True) as waited,
         ):
             pair.run(SIZES[0])
@@ -222,6 +222,6 @@ def test_evaluated_experts_take_rows_in_their_own_order(on_cuda):
     ],
 )
 def test_grouped_gemm_is_known_by_type_and_device(monkeypatch, dtype, major, expected):
-    monkeypatch.setattr(placement, "_major_capability", lambda device: major)
+    monkeypatch.setattr(device, "_major_capability", lambda device: major)
     weight = mock.Mock(dtype=dtype, device=torch.device("cuda"))
-    assert placement.has_grouped_gemm(weight) == expected
+    assert device.has_grouped_gemm(weight) == expected

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime import placement
+from megatron_lancet.runtime import device
 from tests.unit.model.local_experts.pair import Pair, check_equal
 
 SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 0], [40, 33, 20, 17]]
@@ -38,8 +38,8 @@ def in_two_parts(pair: Pair, sizes: list[int]):
 
 @pytest.mark.parametrize(("may_group", "on_cuda"), HOW.values(), ids=HOW)
 def test_experts_on_parts_of_rows_have_stocks_gradients(one_rank, may_group, on_cuda):
-    """For ``on_cuda`` placement is told that the tensors are there; torch's grouped GEMM knows both."""
-    with replaced(placement, "_is_cuda", lambda device: on_cuda):
+    """For ``on_cuda`` device is told that the tensors are there; torch's grouped GEMM knows both."""
+    with replaced(device, "_is_cuda", lambda device: on_cuda):
         pair = Pair()
         pair.ours.may_group = may_group
         for sizes in SIZES:

@@ -87,4 +87,4 @@ def test_tiles_are_refused_with_what_to_change():
         for quantized in (True, False)
         if (found := model_blocker(is_quantized=quantized, has_row_bound=True)) is not None
     ]
-    assert advice == ["drop --fp8-format or --fp4-format", "drop --lancet-max-received-rows"]
+    assert advice == ["drop --fp8-format or --fp4-format", "drop --lancet-max-expert-rows"]

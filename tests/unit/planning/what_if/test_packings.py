@@ -177,7 +177,7 @@ def test_what_can_not_be_predicted_is_refused():
     profile = profile_of(dims=(ChunkDim.BATCH,))
     with pytest.raises(UsageError, match="no times of attention in chunks along the sequence"):
         measured_pair_shares(profile)
-    with pytest.raises(UsageError, match=r"--bins-cost 1 would make attention longer .* expected at most 0\.0"):
+    with pytest.raises(UsageError, match=r"--attention-cost 1 would make attention longer .* expected at most 0\.0"):
         given_pair_shares(profile, DocumentCost(1.0))
     with pytest.raises(UsageError, match="--pairing off"):
         times_of(profile_of(), plan=dataclasses.replace(PLAN, pairing=Pairing(PLAN.segments)))

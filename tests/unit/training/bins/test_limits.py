@@ -19,8 +19,13 @@ from tests.unit.training.configs import config_with
 from tests.unit.training.validated import set_as_validation_does
 
 
-def binned(bins: bool = True, bins_max_tokens: int | None = None, bins_cost: float | None = None, **settings: Any):
-    return config_with(BinsFlags(bins, bins_max_tokens, bins_cost), **settings)
+def binned(
+    pack_documents: bool = True,
+    pack_max_tokens: int | None = None,
+    pack_attention_cost: float | None = None,
+    **settings: Any,
+):
+    return config_with(BinsFlags(pack_documents, pack_max_tokens, pack_attention_cost), **settings)
 
 
 SIZES = (
@@ -38,7 +43,7 @@ def parsed(monkeypatch):
 
     from megatron_lancet.training.arguments import add_lancet_arguments
 
-    def make(changes: str = "--lancet-bins"):
+    def make(changes: str = "--lancet-pack-documents"):
         monkeypatch.setattr(sys, "argv", ["pretrain", *SIZES.split(), *changes.split()])
         args = parse_args(partial(add_lancet_arguments, features=features()))
         set_as_validation_does(args)
@@ -64,8 +69,8 @@ def parsed(monkeypatch):
 )
 def test_what_bins_do_not_work_with_is_refused(parsed, changes, message):
     with pytest.raises(UsageError) as refusal:
-        check_bins(parsed(f"--lancet-bins {changes}"), binned())
-    assert str(refusal.value).startswith(f"--lancet-bins does not work with {message}")
+        check_bins(parsed(f"--lancet-pack-documents {changes}"), binned())
+    assert str(refusal.value).startswith(f"--lancet-pack-documents does not work with {message}")
 
 
 def test_losses_averaged_by_micro_batch_are_refused(parsed):
@@ -76,22 +81,23 @@ def test_losses_averaged_by_micro_batch_are_refused(parsed):
         check_bins(args, binned())
 
 
-@pytest.mark.parametrize("flag", ["max_tokens", "cost"])
+@pytest.mark.parametrize("flag", ["max_tokens", "attention_cost"])
 def test_flags_of_bins_without_bins_are_refused(parsed, flag):
-    with pytest.raises(
-        UsageError, match=rf"--lancet-bins-{flag.replace('_', '-')} 8 is for --lancet-bins, which is off"
-    ):
-        check_bins(parsed(""), binned(bins=False, **{f"bins_{flag}": 8}))
+    name = f"--lancet-pack-{flag.replace('_', '-')}"
+    with pytest.raises(UsageError, match=f"{name} 8 is for --lancet-pack-documents, which is off"):
+        check_bins(parsed(""), binned(pack_documents=False, **{f"pack_{flag}": 8}))
 
 
 def test_bound_that_ranks_cannot_share_out_is_refused(parsed):
-    args = parsed("--lancet-bins --context-parallel-size 2")
-    with pytest.raises(UsageError, match="--lancet-bins-max-tokens expects a multiple of 4"):
-        check_bins(args, binned(bins_max_tokens=30))
+    args = parsed("--lancet-pack-documents --context-parallel-size 2")
+    with pytest.raises(UsageError, match="--lancet-pack-max-tokens expects a multiple of 4"):
+        check_bins(args, binned(pack_max_tokens=30))
 
 
 def test_settings_follow_from_the_command_line(parsed):
-    args = parsed("--lancet-bins --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
+    args = parsed(
+        "--lancet-pack-documents --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    )
     args.pipeline_model_parallel_size = 3
     found = bin_settings(args, binned(num_chunks=1))
     assert (found.multiple, found.at_least, found.max_tokens, found.num_stages) == (4, 4, 48, 3)
@@ -103,8 +109,8 @@ def test_settings_follow_from_the_command_line(parsed):
 
 
 def test_settings_that_are_given(parsed):
-    args = parsed("--lancet-bins --lancet-bins-max-tokens 96 --lancet-bins-cost 0.5")
-    config = binned(bins_max_tokens=96, bins_cost=0.5)
+    args = parsed("--lancet-pack-documents --lancet-pack-max-tokens 96 --lancet-pack-attention-cost 0.5")
+    config = binned(pack_max_tokens=96, pack_attention_cost=0.5)
     assert with_features(args, features()).of(BinsFlags) == config.of(BinsFlags)
     found = bin_settings(args, config)
     assert (found.cost.tokens_per_pair, found.max_tokens, found.at_least) == (0.5, 96, 8)
@@ -116,7 +122,7 @@ def test_bins_are_cut_along_the_sequence_only(parsed):
         config = with_features(args, features())
         return [chunked_dim(args, config, dim).size for dim in (ChunkDim.BATCH, ChunkDim.SEQUENCE)]
 
-    assert sizes(parsed("--lancet-bins --lancet-bins-max-tokens 96")) == [1, 96]
+    assert sizes(parsed("--lancet-pack-documents --lancet-pack-max-tokens 96")) == [1, 96]
     assert sizes(parsed("")) == [4, 48]
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from megatron_lancet.lab.check.check import Finding, Guilt
+from megatron_lancet.lab.check.check import Culprit, Finding
 from megatron_lancet.lab.check.compare import Comparison, Outcome, compare, outcome_of
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.report import record, report
@@ -67,13 +67,13 @@ def test_ranks_that_hold_the_same_must_agree(folder):
     assert outcome_of(folder(same_on_rank_1=1.5), 2).disagreement["same"] == pytest.approx(0.5 / 1.5)
 
 
-def finding(stock: Comparison, ours: Comparison | None, guilt: Guilt | None) -> Finding:
+def finding(stock: Comparison, ours: Comparison | None, guilt: Culprit | None) -> Finding:
     return Finding(Shrunk([], [], Layout(tensor=2), ["no biases"]), stock, ours, "refused", guilt, (), (), 3)
 
 
 def test_report_names_what_differs_and_its_axis():
     wrong = Comparison(0.0, 2e-3, {"router": 0.5, **{f"layer {i}": 0.1 for i in range(9)}, "fine": 1e-7})
-    text = report(finding(wrong, None, Guilt(["TP"], ["EP"], ["SP"])), 12.0)
+    text = report(finding(wrong, None, Culprit(["TP"], ["EP"], ["SP"])), 12.0)
     for line in ("DIFFERS  router", "DIFFERS  grad norm", "and 2 more parameters", "1 of 11 gradients equal"):
         assert line in text
     assert "guilty: without any one of TP there is no difference" in text

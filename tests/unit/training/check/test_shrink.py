@@ -141,9 +141,9 @@ def test_samples_have_mask_bounds_and_positions_of_documents():
 
 
 def test_bins_become_samples_of_one_length_with_documents():
-    found = shrunk(f"{SMALL} --lancet-bins --lancet-bins-max-tokens 64 --calculate-per-token-loss")
+    found = shrunk(f"{SMALL} --lancet-pack-documents --lancet-pack-max-tokens 64 --calculate-per-token-loss")
     assert (found.ours, found.documents) == (["--dataloader-inter-document-masking"], True)
-    assert any("(--lancet-bins)" in change for change in found.changes)
+    assert any("(--lancet-pack-documents)" in change for change in found.changes)
 
 
 def test_te_layers_stay_or_are_said_to_be_replaced():

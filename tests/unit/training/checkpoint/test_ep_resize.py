@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint, check_experts_apart
+from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint, check_separate_expert_grads
 
 
 def run(ep_size: int, **changes: object) -> SimpleNamespace:
     standard = {
         "num_experts": 4,
         "expert_model_parallel_size": ep_size,
-        "lancet_experts_apart": False,
+        "lancet_separate_expert_grads": False,
         "no_load_optim": False,
         "finetune": False,
         "use_distributed_optimizer": False,
@@ -21,7 +21,7 @@ def run(ep_size: int, **changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{**standard, **changes})
 
 
-APART = {"lancet_experts_apart": True}
+APART = {"lancet_separate_expert_grads": True}
 CUT = {"use_distributed_optimizer": True}
 RESHARDABLE = {**CUT, "dist_ckpt_optim_fully_reshardable": True}
 
@@ -48,10 +48,14 @@ def test_ep_resize_accepts_matching_checkpoints(saved, resumed):
 @pytest.mark.parametrize(
     ("saved", "resumed", "message"),
     [
-        (run(2), run(1), "saved with --expert-model-parallel-size 2, this run has 1: pass --lancet-experts-apart too"),
+        (
+            run(2),
+            run(1),
+            "saved with --expert-model-parallel-size 2, this run has 1: pass --lancet-separate-expert-grads too",
+        ),
         (run(1), run(2), "it does not keep the experts' optimizer state apart"),
         (run(1), run(1, **APART), "does not keep the experts' optimizer state apart"),
-        (run(1, **APART), run(1), "pass --lancet-experts-apart too"),
+        (run(1, **APART), run(1), "pass --lancet-separate-expert-grads too"),
         (run(4, **CUT), run(2, **RESHARDABLE), "Save it with --dist-ckpt-optim-fully-reshardable"),
     ],
 )
@@ -62,13 +66,13 @@ def test_ep_resize_refuses_other_checkpoints(saved, resumed, message):
 
 def test_ep_resize_accepts_checkpoint_of_stock_without_our_flags():
     saved = run(2)
-    del saved.lancet_experts_apart
+    del saved.lancet_separate_expert_grads
     check_checkpoint(run(1, **APART), saved)
 
 
-def test_experts_apart_flag_is_for_ep_size_one():
-    check_experts_apart(run(1, **APART))
+def test_separate_expert_grads_is_for_ep_size_one():
+    check_separate_expert_grads(run(1, **APART))
     with pytest.raises(UsageError, match=r"this run has size 2\. Drop it"):
-        check_experts_apart(run(2, **APART))
+        check_separate_expert_grads(run(2, **APART))
     with pytest.raises(UsageError, match=r"this model has none\. Drop it"):
-        check_experts_apart(run(1, **APART, num_experts=None))
+        check_separate_expert_grads(run(1, **APART, num_experts=None))

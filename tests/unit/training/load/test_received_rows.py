@@ -183,7 +183,7 @@ def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
         rank_medians([StepRecord(100.0, 64, comm) for comm in comms]),
         rank_medians([StepRecord(1.0, 64, comms[0])]),
     ]
-    report = {**summarise(ranks, "plan", len(comms)), "max_received_rows": bound}
+    report = {**summarise(ranks, "plan", len(comms)), "max_expert_rows": bound}
     return "\n".join(NoBound().lines(report))
 
 

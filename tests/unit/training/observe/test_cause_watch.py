@@ -83,8 +83,8 @@ def test_one_step_of_an_interval_is_traced(monkeypatch):
 
 
 def test_stock_modules_can_not_be_traced():
-    asked = LancetConfig(settings={CausesFlags: CausesFlags(causes_interval=5)})
-    with pytest.raises(UsageError, match="--lancet-causes-interval 5 traces the overlapping block"):
+    asked = LancetConfig(settings={CausesFlags: CausesFlags(diagnose_interval=5)})
+    with pytest.raises(UsageError, match="--lancet-diagnose-interval 5 traces the overlapping block"):
         CAUSES.check(RunFacts(None, asked, None))
     CAUSES.check(RunFacts(None, asked, fixed_plan(2)))
     CAUSES.check(RunFacts(None, LancetConfig(), None))

@@ -79,8 +79,8 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
     [
         "--lancet-comm-priority all-to-all-first",
         "--lancet-comm-sms 8",
-        "--lancet-wire fp8",
-        "--lancet-max-received-rows 8",
+        "--lancet-comm-dtype fp8",
+        "--lancet-max-expert-rows 8",
         "--lancet-locality-loss-coeff 0.01 --lancet-ranks-per-node 2",
         "--lancet-expert-placement placement.json",
         "--lancet-rebalance-interval 10",

@@ -69,7 +69,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
             LancetConfig(dispatch=TWO_HOP, ranks_per_node=2),
             "the messages of --lancet-dispatch two-hop have no tiles",
         ),
-        (config_with(RowBoundFlags(100)), "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
+        (config_with(RowBoundFlags(100)), "--lancet-max-expert-rows sends a chunk in rounds, which have no tiles"),
     ],
 )
 def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, config, reason):

@@ -1,4 +1,4 @@
-"""``--lancet-wire``: whether a run's messages can be narrowed, and what the user is told of it."""
+"""``--lancet-comm-dtype``: whether a run's messages can be narrowed, and what the user is told of it."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,22 +9,22 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
 from megatron_lancet.flags import CheckedFlags, flag, words
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.run import Run
 
-FLAG = "--lancet-wire"
+FLAG = "--lancet-comm-dtype"
 
 
 @dataclass(frozen=True)
-class WireFlags(CheckedFlags):
+class CommDtypeFlags(CheckedFlags):
     """The format."""
 
-    wire: Wire = flag(
-        Wire.EXACT,
+    comm_dtype: CommDtype = flag(
+        CommDtype.EXACT,
         same_on_all_ranks=True,
         unmodelled="messages carry hidden states as they are",
-        **words(Wire),
+        **words(CommDtype),
         unchecked="",
         help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
         "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
@@ -32,41 +32,41 @@ class WireFlags(CheckedFlags):
     )
 
 
-class NarrowWire(Feature):
-    """``--lancet-wire``."""
+class NarrowMessages(Feature):
+    """``--lancet-comm-dtype``."""
 
-    name = "wire"
-    flags = WireFlags
+    name = "comm_dtype"
+    flags = CommDtypeFlags
 
     def needs_plan(self, config: LancetConfig) -> bool:
         """Whether messages are narrowed."""
-        return config.of(WireFlags).wire is not Wire.EXACT
+        return config.of(CommDtypeFlags).comm_dtype is not CommDtype.EXACT
 
     def check(self, facts: RunFacts) -> None:
         """Refuses a format that would change nothing."""
-        choose_wire(facts.args, facts.config, facts.plan)
+        choose_comm_dtype(facts.args, facts.config, facts.plan)
 
     def note(self, facts: RunFacts) -> str:
         """Says that results are not stock's."""
-        return wire_note(facts.config.of(WireFlags).wire)
+        return comm_dtype_note(facts.config.of(CommDtypeFlags).comm_dtype)
 
-    def start(self, run: Run) -> "ActiveWire | None":
+    def start(self, run: Run) -> "ActiveCommDtype | None":
         """Narrows the run's messages."""
-        return ActiveWire(run.config.of(WireFlags).wire) if self.needs_plan(run.config) else None
+        return ActiveCommDtype(run.config.of(CommDtypeFlags).comm_dtype) if self.needs_plan(run.config) else None
 
 
-class ActiveWire(ActiveFeature):
+class ActiveCommDtype(ActiveFeature):
     """A format in a run."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, comm_dtype: CommDtype) -> None:
+        self._wire = comm_dtype
 
     def comm_settings(self) -> Mapping[str, Any]:
         """The format of messages."""
-        return {"wire": self._wire}
+        return {"comm_dtype": self._wire}
 
 
-def choose_wire(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> Wire:
+def choose_comm_dtype(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> CommDtype:
     """Returns the number format of hidden states in the run's messages.
 
     Args:
@@ -76,10 +76,10 @@ def choose_wire(args: argparse.Namespace, config: LancetConfig, plan: Plan | Non
     Raises:
         UsageError: a format is given that would change nothing in this run.
     """
-    wire = config.of(WireFlags).wire
-    if wire is Wire.EXACT:
-        return Wire.EXACT
-    given = f"{FLAG} {wire}"
+    comm_dtype = config.of(CommDtypeFlags).comm_dtype
+    if comm_dtype is CommDtype.EXACT:
+        return CommDtype.EXACT
+    given = f"{FLAG} {comm_dtype}"
     if args.expert_model_parallel_size == 1:
         raise UsageError(
             f"{given} narrows the messages of expert parallelism, but --expert-model-parallel-size is 1 and none are "
@@ -90,14 +90,14 @@ def choose_wire(args: argparse.Namespace, config: LancetConfig, plan: Plan | Non
             f"{given} narrows the messages of the overlapping block, but this run has stock Megatron modules, whose "
             "all-to-alls stay as they are. Drop it, or --lancet-plan off."
         )
-    return wire
+    return comm_dtype
 
 
-def wire_note(wire: Wire) -> str:
+def comm_dtype_note(comm_dtype: CommDtype) -> str:
     """What the plan's line says of a format; empty for the exact one."""
-    if wire is Wire.EXACT:
+    if comm_dtype is CommDtype.EXACT:
         return ""
-    return f"; wire={wire}: hidden states are rounded in messages, and losses and gradients are not stock's"
+    return f"; comm_dtype={comm_dtype}: hidden states are rounded in messages, and losses and gradients are not stock's"
 
 
-WIRE = NarrowWire()
+WIRE = NarrowMessages()

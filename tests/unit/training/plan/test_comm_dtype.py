@@ -7,10 +7,10 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.wire.feature import WireFlags, choose_wire, wire_note
+from megatron_lancet.features.comm_dtype.feature import CommDtypeFlags, choose_comm_dtype, comm_dtype_note
+from megatron_lancet.schedule.comm_dtype import CommDtype, RowFormat
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.schedule.wire import RowFormat, Wire
 from megatron_lancet.training.plan.support import overlap_blockers
 from tests.unit.training.configs import config_with
 
@@ -31,33 +31,36 @@ def arguments(**changes: object) -> SimpleNamespace:
     ],
 )
 def test_only_forward_dispatches_are_in_fp8(op, in_fp8_run):
-    assert Wire.FP8.of_message(Op.parse(op)) is in_fp8_run
-    assert Wire.EXACT.of_message(Op.parse(op)) is RowFormat.EXACT
+    assert CommDtype.FP8.of_message(Op.parse(op)) is in_fp8_run
+    assert CommDtype.EXACT.of_message(Op.parse(op)) is RowFormat.EXACT
 
 
 def test_messages_are_exact_unless_the_user_asks():
     for args in (arguments(), arguments(expert_model_parallel_size=1)):
-        assert choose_wire(args, LancetConfig(), None) is Wire.EXACT
-    assert wire_note(Wire.EXACT) == ""
+        assert choose_comm_dtype(args, LancetConfig(), None) is CommDtype.EXACT
+    assert comm_dtype_note(CommDtype.EXACT) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_narrower_format_is_taken_and_said(dtype):
-    assert choose_wire(arguments(params_dtype=dtype), config_with(WireFlags(Wire.FP8)), PLAN) is Wire.FP8
-    assert wire_note(Wire.FP8).startswith("; wire=fp8: hidden states are rounded in messages")
+    assert (
+        choose_comm_dtype(arguments(params_dtype=dtype), config_with(CommDtypeFlags(CommDtype.FP8)), PLAN)
+        is CommDtype.FP8
+    )
+    assert comm_dtype_note(CommDtype.FP8).startswith("; comm_dtype=fp8: hidden states are rounded in messages")
 
 
 @pytest.mark.parametrize(
     ("changes", "plan", "message"),
     [
         ({"expert_model_parallel_size": 1}, PLAN, r"--expert-model-parallel-size is 1 and none are sent"),
-        ({"expert_model_parallel_size": 1}, None, r"--lancet-wire fp8 narrows .* none are sent"),
+        ({"expert_model_parallel_size": 1}, None, r"--lancet-comm-dtype fp8 narrows .* none are sent"),
         ({}, None, r"stock Megatron modules, whose all-to-alls stay .* Drop it, or --lancet-plan off"),
     ],
 )
 def test_a_format_that_would_change_nothing_is_refused(changes, plan, message):
     with pytest.raises(UsageError, match=message):
-        choose_wire(arguments(**changes), config_with(WireFlags(Wire.FP8)), plan)
+        choose_comm_dtype(arguments(**changes), config_with(CommDtypeFlags(CommDtype.FP8)), plan)
 
 
 def test_a_narrow_format_asks_for_the_overlap(monkeypatch):
@@ -66,4 +69,4 @@ def test_a_narrow_format_asks_for_the_overlap(monkeypatch):
         "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
     )
     assert overlap_blockers(arguments(), LancetConfig()) != []
-    assert overlap_blockers(arguments(), config_with(WireFlags(Wire.FP8))) == []
+    assert overlap_blockers(arguments(), config_with(CommDtypeFlags(CommDtype.FP8))) == []

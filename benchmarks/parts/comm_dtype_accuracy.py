@@ -1,6 +1,6 @@
-"""How far gradients move if hidden states are rounded in messages: ``--lancet-wire fp8`` against exact.
+"""How far gradients move if hidden states are rounded in messages: ``--lancet-comm-dtype fp8`` against exact.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.wire_accuracy --output wire-accuracy.json
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.comm_dtype_accuracy --output accuracy.json
 
 With ``--dispatch two-hop --ranks-per-node 2`` and four ranks, two neighbours count as a node.
 
@@ -29,10 +29,10 @@ from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
+from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import Plan, fixed_plan
-from megatron_lancet.schedule.wire import Wire
 
 _OTHER_PARAMETERS = "others"
 _PATTERNS = {
@@ -86,19 +86,19 @@ def _recorded_routing(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def one_step(shape: Shape, plan: Plan, wire: Wire, nodes: Nodes | None) -> StepResult:
+def one_step(shape: Shape, plan: Plan, comm_dtype: CommDtype, nodes: Nodes | None) -> StepResult:
     """Runs the model with a format, from the same weights on every call. Collective."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from benchmarks.training_step.model import build, make_batches, make_forward
-    from megatron_lancet.features.wire.feature import ActiveWire
+    from megatron_lancet.features.comm_dtype.feature import ActiveCommDtype
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")
     stats = CommStats(cpu)
     model = build(shape)
-    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), nodes=nodes, features=[ActiveWire(wire)])([model])
+    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), nodes=nodes, features=[ActiveCommDtype(comm_dtype)])([model])
     # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())
@@ -139,10 +139,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if isinstance(found, str):
             raise SystemExit(f"error: two hops need several ranks on each of several nodes, but {found}")
         nodes = found
-    steps = {wire: one_step(shape, plan, wire, nodes) for wire in Wire}
-    exact = steps[Wire.EXACT]
+    steps = {comm_dtype: one_step(shape, plan, comm_dtype, nodes) for comm_dtype in CommDtype}
+    exact = steps[CommDtype.EXACT]
     rows = {
-        wire: {**errors(step, exact), "bytes": step.payload_bytes / exact.payload_bytes} for wire, step in steps.items()
+        comm_dtype: {**errors(step, exact), "bytes": step.payload_bytes / exact.payload_bytes}
+        for comm_dtype, step in steps.items()
     }
     return {"shape": asdict(shape), "plan": str(plan), "nodes": to_plain(nodes), "relative_to_exact": rows}
 

@@ -19,7 +19,7 @@ class RowFormat(Enum):
     """8 bits (e4m3) with a scale for each group."""
 
 
-class Wire(StrEnum):
+class CommDtype(StrEnum):
     """Number format of hidden states in the messages of a run."""
 
     EXACT = "exact"
@@ -33,11 +33,11 @@ class Wire(StrEnum):
     @property
     def in_name(self) -> str:
         """What follows the name of a plan or a model whose messages have this format."""
-        return "" if self is Wire.EXACT else f" wire={self}"
+        return "" if self is CommDtype.EXACT else f" comm_dtype={self}"
 
     def of_message(self, op: Op) -> RowFormat:
         """The format of one message of a run with this format."""
-        if self is Wire.EXACT:
+        if self is CommDtype.EXACT:
             return RowFormat.EXACT
         is_forward_dispatch = op.kind in DISPATCHES and op.phase is Phase.FORWARD
         return RowFormat.FP8 if is_forward_dispatch else RowFormat.BF16
