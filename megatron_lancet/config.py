@@ -193,7 +193,8 @@ class LancetConfig(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
-        help="training steps that auto measures at a time, before and after a change of plan (default: {default}).",
+        help="training steps that auto measures at a time once it has a plan; before, a third of them in each turn of a "
+        "plan (default: {default}).",
     )
     cache: CacheChoice | Path = flag(
         CacheChoice.AUTO,
