@@ -7,13 +7,15 @@ therefore have no effect either. If this is impossible, the user is asked.
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.isolated.script import NotIsolatedError, Started, run_script
 from megatron_lancet.lab.check.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
+from megatron_lancet.patching import replaced
 
 TRUST_FLAG = "--trust-script"
 _OWN_VARIABLES = (
@@ -83,6 +85,26 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
             f"Python file, or python pretrain_*.py. It printed: {tail}"
         )
     return _launch(_training(started), script)
+
+
+@contextmanager
+def as_dry_run(launch: Launch, *flags: str) -> Iterator[None]:
+    """Inside the context the command line and the environment are those of the launch, run dry on one process.
+
+    Args:
+        flags: stand in front of its own.
+    """
+    words = ["pretrain_gpt_moe.py", "--lancet-dry-run", *flags, *launch.words]
+    environment = dict(os.environ)
+    os.environ.update(launch.environment)
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    try:
+        with replaced(sys, "argv", words):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _ask(script: Path, reason: str) -> None:

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.layout import Layout
 from megatron_lancet.lab.dry_run.memory import Memory
 from megatron_lancet.lab.dry_run.parameters import ModelSize
@@ -25,6 +26,8 @@ class Findings:
     Attributes:
         target: number of ranks, its source, and the machines that the run was validated for.
         memory: memory of a rank of each pipeline stage.
+        paired_memory: the same with backwards beside forwards.
+        config: settings of the overlap.
         plan: lines that describe the plan.
         changes: a line for each setting of the script that the run changes.
         warnings: a line for each problem that the run itself may not have.
@@ -36,6 +39,8 @@ class Findings:
     stages: list[PipelineStage]
     size: ModelSize
     memory: list[Memory]
+    paired_memory: list[Memory]
+    config: LancetConfig
     plan: list[str]
     changes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -45,8 +50,8 @@ def report(findings: Findings) -> str:
     """Writes the report."""
     unit = "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
     sections = [
-        ("model", _model(findings)),
-        ("layout", _layout(findings)),
+        ("model", model_lines(findings)),
+        ("layout", layout_lines(findings)),
         (f"memory of a GPU, {unit}", _memory(findings, _UNITS[unit])),
         ("plan", findings.plan),
         ("changed settings", findings.changes),
@@ -81,7 +86,8 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
 
 
-def _model(findings: Findings) -> list[str]:
+def model_lines(findings: Findings) -> list[str]:
+    """Parameters and shape of the model."""
     args, size = findings.args, findings.size
     experts = f", {args.num_experts} experts, top-{args.moe_router_topk}" if args.num_experts else ""
     largest, smallest = (choose(held.all for held in size.held) for choose in (max, min))
@@ -93,7 +99,8 @@ def _model(findings: Findings) -> list[str]:
     ]
 
 
-def _layout(findings: Findings) -> list[str]:
+def layout_lines(findings: Findings) -> list[str]:
+    """Parallel sizes and batch of the run."""
     one, args = findings.layout, findings.args
     runs = [(count, len(list(same))) for count, same in groupby(len(stage.layers) for stage in findings.stages)]
     by_rank = ", ".join(f"{count}" if times == 1 else f"{times} x {count}" for count, times in runs)

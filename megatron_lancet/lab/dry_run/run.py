@@ -72,8 +72,8 @@ def examine() -> Findings:
     samples, positions = micro_batch_shape(args, config)
     in_samples = argparse.Namespace(**{**vars(args), "micro_batch_size": samples, "seq_length": positions})
     memory_of_run = functools.partial(memory_of_stages, in_samples, layout, stages, size, saves_scores(args, config))
-    memory = memory_of_run(is_paired=plan.is_paired)
-    lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]
+    memory, paired_memory = memory_of_run(is_paired=plan.is_paired), memory_of_run(is_paired=True)
+    lines = [*plan.lines, *pairing_lines(plan, memory, paired_memory)]
     return Findings(
         args,
         f"{num_ranks} ranks ({source}) on {machines}",
@@ -81,6 +81,8 @@ def examine() -> Findings:
         stages,
         size,
         memory,
+        paired_memory,
+        config,
         lines,
         changes,
         [*missing, *unknown_sizes(args), *(f"Megatron: {remark}" for remark in remarks)],

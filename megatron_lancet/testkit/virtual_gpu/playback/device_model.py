@@ -55,7 +55,7 @@ class DeviceModel:
             return replace(self, launch_us=0.0, event_us=0.0, collective_us=0.0, host_wait_us=0.0)
         return replace(self, launch_us=launch_us, event_us=launch_us * _EVENTS_PER_LAUNCH)
 
-    def kernel_us(self, flops: int, num_bytes: int) -> float:
+    def kernel_us(self, flops: float, num_bytes: float) -> float:
         """Duration of a kernel: bounded by arithmetic, by memory, or by being a kernel."""
         return max(flops / self.flops_per_s * 1e6, num_bytes / self.bytes_per_s * 1e6, self.min_kernel_us)
 
