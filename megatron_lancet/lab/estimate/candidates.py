@@ -1,7 +1,6 @@
-"""The plans that an estimate compares, each with the flags that ask for it, or with the reason why the run can't have it.
-"""
+"""The plans that an estimate compares, with the flags that ask for them, or the reason why a run can't have them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lancet.planning.dispatch import with_dispatch
@@ -10,6 +9,7 @@ from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
 STOCK = "stock"
+_BY_FLAGS = "the script's own --lancet flags exclude it"
 _RANGES = (OverlapRange.STACK, OverlapRange.GATE, OverlapRange.EXPERTS)
 """From the one that hides most."""
 
@@ -37,22 +37,22 @@ class Allowed:
     Attributes:
         limits: of its arguments.
         most_chunks: by dimension.
-        dispatches: that its layout has, and the limits allow.
+        blockers: why its layout can't have a dispatch, by dispatch.
     """
 
     limits: Limits
-    most_chunks: dict[ChunkDim, int]
-    dispatches: tuple[Dispatch, ...]
+    most_chunks: Mapping[ChunkDim, int]
+    blockers: Mapping[Dispatch, str]
 
     @property
     def stocks_dispatch(self) -> Dispatch:
-        """What stock's messages carry: with ``--moe-token-dispatcher-type flex`` a token once to a rank or to a node."""
-        return PLAIN if PLAIN in self.dispatches else self.dispatches[-1]
+        """What stock's messages carry; ``--moe-token-dispatcher-type flex`` sends a token once to a rank or a node."""
+        return PLAIN if PLAIN in self.limits.dispatches else self.limits.dispatches[-1]
 
     def reason(self, start: str) -> str:
         """Why something is excluded."""
         found = (one.reason for one in self.limits.excluded if one.what.startswith(start))
-        return next(found, "the script's own flags exclude it")
+        return next(found, _BY_FLAGS)
 
 
 def stock(allowed: Allowed) -> Candidate:
@@ -97,8 +97,9 @@ def with_dispatches(best: Candidate, allowed: Allowed) -> Iterator[Candidate]:
         if dispatch == best.plan.dispatch or dispatch.is_plain:
             continue
         name = f"{best.name}, {dispatch}"
-        if dispatch in allowed.dispatches:
-            yield Candidate(name, with_dispatch(best.plan, dispatch), f"{best.flags} --lancet-dispatch {dispatch}".strip())
+        if dispatch in allowed.limits.dispatches:
+            yield Candidate(
+                name, with_dispatch(best.plan, dispatch), f"{best.flags} --lancet-dispatch {dispatch}".strip()
+            )
         else:
-            yield Candidate(name, None, why_not=allowed.reason(f"dispatch={dispatch}"))
-
+            yield Candidate(name, None, why_not=allowed.blockers.get(dispatch, _BY_FLAGS))

@@ -39,7 +39,9 @@ class ClusterChoice:
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)} x {self.ranks_per_node} {self.name.upper()}"
-        return f"{nodes}, {self.intra_gbps:g} Gb/s inside a node and {self.inter_gbps:g} Gb/s between nodes for each GPU"
+        return (
+            f"{nodes}, {self.intra_gbps:g} Gb/s inside a node and {self.inter_gbps:g} Gb/s between nodes for each GPU"
+        )
 
     @staticmethod
     def parse(text: str) -> "ClusterChoice":

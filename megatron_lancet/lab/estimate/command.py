@@ -73,5 +73,3 @@ def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:
         yield "multi-token prediction is left out of times, not of memory"
     if args.context_parallel_size > 1:
         yield "messages of context parallelism are hidden behind the attention"
-    if args.tensor_model_parallel_size > cluster.ranks_per_node:
-        yield "tensor parallelism counts as inside a node, although its groups are larger"

@@ -60,6 +60,11 @@ class Span:
     fast: float
 
     @property
+    def middle(self) -> float:
+        """The mean of both ends."""
+        return (self.slow + self.fast) / 2
+
+    @property
     def percent(self) -> str:
         """The range of a part, in percent."""
         return f"{100 * self.slow:.0f} to {100 * self.fast:.0f} %"

@@ -20,7 +20,8 @@ class Kernel:
 
     Attributes:
         launches: number of kernels that the host launches for it.
-        link_bytes: bytes that the rank sends to others of its tensor-parallel group meanwhile.
+        link_bytes: bytes that the rank sends to others of a group of neighbouring ranks, which the next kernel awaits.
+        group_size: number of ranks of that group.
     """
 
     rate: Rate = Rate.NONE
@@ -28,6 +29,7 @@ class Kernel:
     num_bytes: float = 0.0
     launches: float = 1.0
     link_bytes: float = 0.0
+    group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,14 @@ def product(
     return Part(frozenset(modules), through, through, (weight,))
 
 
-def exchange(num_bytes: float, *modules: str) -> Part:
-    """A gather or a reduction inside the node that the next kernel waits for, and its mirror image.
+def exchange(whole_bytes: float, group_size: int, *modules: str) -> Part:
+    """A gather or a reduction that the next kernel waits for, and its mirror image.
 
     Args:
-        num_bytes: bytes that the rank sends to others.
+        whole_bytes: bytes of the gathered tensor.
     """
-    kernels = (Kernel(link_bytes=num_bytes),) if num_bytes else ()
+    sent = whole_bytes * (group_size - 1) / group_size
+    kernels = (Kernel(link_bytes=sent, group_size=group_size),) if sent else ()
     return Part(frozenset(modules), kernels, kernels)
 
 
@@ -118,12 +121,11 @@ def time_ms(kernels: Iterable[Kernel], speeds: Speeds) -> float:
     """Time of kernels one after the other: that of the device, or of the host that launches them if it is longer."""
     device_us = host_us = 0.0
     least_us = speeds.device.min_kernel_us
-    intra = speeds.cluster.intra
     for one in kernels:
         own_us = max(speeds.kernel_us(one.rate, one.flops, one.num_bytes), least_us * one.launches)
         sent_us = 0.0
         if one.link_bytes:
-            sent_us = (intra.latency_ms + one.link_bytes / intra.bytes_per_ms) * _US_PER_MS
+            sent_us = speeds.cluster.message_ms(one.link_bytes, one.group_size - 1) * _US_PER_MS
         device_us += own_us + sent_us
         host_us += one.launches * speeds.device.launch_us
     return max(device_us, host_us) / _US_PER_MS

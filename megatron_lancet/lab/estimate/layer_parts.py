@@ -35,9 +35,9 @@ LAUNCHES = {
     },
 }
 """Kernels of an op's part, forward and backward, by ``--transformer-impl``. Those of local layers were counted on the
-virtual GPU, in this project's modules (docs/virtual_gpu.md); those of Transformer Engine are estimated from its modules,
-whose rotary positions, activations and norms are fused. ``experts`` is the host's cost of one more expert in a product of
-all, in launches: Transformer Engine launches a product for each expert from C++."""
+virtual GPU, in this project's modules (docs/virtual_gpu.md). Those of Transformer Engine are estimated from its
+modules, whose rotary positions, activations and norms are fused. ``experts`` is the host's cost of one more expert in a
+product of all, in launches: Transformer Engine launches a product for each expert from C++."""
 _FUSED_ROUTER = (6.0, 4.0)
 """With ``--moe-router-fusion``."""
 _FUSED_ROWS = (5.0, 2.0)
@@ -127,8 +127,7 @@ class LayerParts:
 
     def _gather(self, piece: Piece, *modules: str) -> Part:
         """Gathers the tokens of a tensor-parallel group; reductions send as many bytes."""
-        whole = piece.tokens * self.args.hidden_size * self._value
-        return exchange(whole * (self._tp - 1) / self._tp, *modules)
+        return exchange(piece.tokens * self.args.hidden_size * self._value, self._tp, *modules)
 
     def _attention(self, piece: Piece) -> Iterator[Part]:
         args, residual, value = self.args, self._residual(piece), self._value
@@ -215,20 +214,20 @@ class LayerParts:
         cost = self._launches["experts"]
         assert isinstance(cost, float)
         launches = max(1.0, cost * self.local_experts)
-        yield exchange(rows * width * (etp - 1) / etp, "moe")
+        yield exchange(rows * width, etp, "moe")
         if self.local_experts > 1:
             yield elementwise(2 * rows * width, 2 * rows * width, (2.0, 2.0), "moe")  # to the order of the experts
-        experts = self.local_experts
+        moved, local = rows * inner * value, self.local_experts
         yield product(
-            "mlp.experts.fc1", rows, args.hidden_size, inner * gates, value, "moe", num_experts=experts, launches=launches
+            "mlp.experts.fc1", rows, args.hidden_size, inner * gates, value, "moe", num_experts=local, launches=launches
         )
-        yield elementwise(
-            rows * inner * (gates + 1) * value, rows * inner * (2 * gates + 1) * value, self._of("act"), "moe", "moe_act"
+        yield elementwise(moved * (gates + 1), moved * (2 * gates + 1), self._of("act"), "moe", "moe_act")
+        yield product(
+            "mlp.experts.fc2", rows, inner, args.hidden_size, value, "moe", num_experts=local, launches=launches
         )
-        yield product("mlp.experts.fc2", rows, inner, args.hidden_size, value, "moe", num_experts=experts, launches=launches)
         if self.local_experts > 1:
             yield elementwise(2 * rows * width, 2 * rows * width, (2.0, 2.0), "moe")
-        yield exchange(rows * width * (etp - 1) / etp, "moe")
+        yield exchange(rows * width, etp, "moe")
 
     def _mlp(self, piece: Piece, ffn: float, *modules: str) -> Iterator[Part]:
         args, value = self.args, self._value

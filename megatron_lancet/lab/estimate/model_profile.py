@@ -23,8 +23,6 @@ from megatron_lancet.training.saved_tensors import FP32_BYTES, value_bytes
 
 CHUNK_COUNTS = (1, 2, 4)
 _COUNT_BYTES = 8
-_NUM_COUNTS_KERNELS = 3
-"""Kernels beside an exchange of counts: their sum, and the copies to the host."""
 _US_PER_MS = 1e3
 
 
@@ -142,12 +140,10 @@ def profile_of(run: Run, speeds: Speeds, rest_ms: float) -> Profile:
 
 
 def _link(run: Run, facts: ModelFacts, speeds: Speeds, reduction: GradientReduction | None) -> LinkTimes:
-    device = speeds.device
-    around_us = _NUM_COUNTS_KERNELS * device.min_kernel_us + device.host_wait_us
-    slowdown = 1 / device.speed_beside_message
+    slowdown = 1 / speeds.device.speed_beside_message
     alone = LinkTimes((), 0.0, sends_share_link=False, compute_slowdown=slowdown, host_polls=False)
     link = times_of_messages(facts, speeds.cluster, alone)
-    link = replace(link, counts_ms=link.counts_ms + around_us / _US_PER_MS)
+    link = replace(link, counts_ms=link.counts_ms + speeds.device.counts_us / _US_PER_MS)
     if reduction is None:
         return link
     largest = max(reduction.bucket_bytes, max(held.all for held in run.findings.size.held) * FP32_BYTES)

@@ -43,7 +43,10 @@ def report(estimated: Estimated) -> str:
         ("model", model_lines(findings)),
         ("layout", layout_lines(findings)),
         ("plans, each figure from the lowest to the highest end of the ranges", list(_table(estimated))),
-        ("not possible", [f"{one.candidate.name}: {one.candidate.why_not}" for one in estimated.found if not one.figures]),
+        (
+            "not possible",
+            [f"{one.candidate.name}: {one.candidate.why_not}" for one in estimated.found if not one.figures],
+        ),
         ("assumptions", list(assumptions(estimated))),
         ("try first", list(_advice(estimated))),
     ]
@@ -82,12 +85,11 @@ def _table(estimated: Estimated) -> Iterator[str]:
     rows = [["plan", "step ms", "times stock", "exposed", "bubble ms", "memory GiB"]]
     for one in estimated.found:
         if one.figures:
-            low, high = (f"{size / _GIB:.1f}" for size in one.memory)
+            low, high = one.range_of("exposed_share")
+            memory = " to ".join(f"{size / _GIB:.1f}" for size in one.memory)
             speedup = "1" if one is stock else _span(*one.speedup(stock), ".2f")
-            shares = _span(*(100 * share for share in one.range_of("exposed_share")), ".0f")
-            times = (_span(*one.range_of(name), ".0f") for name in ("step_ms", "bubble_ms"))
-            step, bubble = times
-            rows.append([one.candidate.name, step, speedup, f"{shares} %", bubble, f"{low} to {high}"])
+            step, bubble = (_span(*one.range_of(name), ".0f") for name in ("step_ms", "bubble_ms"))
+            rows.append([one.candidate.name, step, speedup, f"{_span(100 * low, 100 * high, '.0f')} %", bubble, memory])
     width = max(len(row[0]) for row in rows)
     yield from right_aligned([[row[0].ljust(width), *row[1:]] for row in rows])
 
@@ -99,7 +101,8 @@ def _span(low: float, high: float, form: str) -> str:
 
 def assumptions(estimated: Estimated) -> Iterator[str]:
     """Yields the assumptions, one a line."""
-    args, gpu = estimated.run.args, estimated.cluster.gpu
+    args, cluster, gpu = estimated.run.args, estimated.cluster, estimated.cluster.gpu
+    near, far = (f"{PEER_US[level].fast:g} to {PEER_US[level].slow:g} us" for level in ("intra", "inter"))
     yield (
         f"{estimated.cluster.name.upper()}: {gpu.flops_per_s / 1e12:g} TFLOP/s in bf16, of which large products reach "
         f"{REACHED[Rate.PRODUCT].percent}, experts {REACHED[Rate.GROUPED].percent}, attention "
@@ -107,17 +110,19 @@ def assumptions(estimated: Estimated) -> Iterator[str]:
     )
     yield f"memory traffic: {REACHED[Rate.NONE].percent} of {gpu.bytes_per_s / 1e12:g} TB/s"
     yield (
-        f"links: {LINK_REACHED.percent} of {estimated.cluster.intra_gbps:g} and {estimated.cluster.inter_gbps:g} Gb/s; to "
-        f"each peer {PEER_US['intra'].fast:g} to {PEER_US['intra'].slow:g} us inside a node and {PEER_US['inter'].fast:g} "
-        f"to {PEER_US['inter'].slow:g} us between nodes"
+        f"links: {LINK_REACHED.percent} of {cluster.intra_gbps:g} and {cluster.inter_gbps:g} Gb/s; to each peer {near} "
+        f"inside a node and {far} between nodes"
     )
     yield f"a message takes {MESSAGE_SMS.fast:g} to {MESSAGE_SMS.slow:g} of {gpu.num_sms} SMs from kernels beside it"
     if args.cuda_graph_impl != "none":
         yield "launches cost nothing, because of CUDA graphs; with them the run keeps stock modules"
     else:
         kernels = "local layers" if args.transformer_impl == "local" else "Transformer Engine"
-        yield f"a launch takes the host {LAUNCH_US.fast:g} to {LAUNCH_US.slow:g} us; kernels are counted as of {kernels}"
-    yield f"routing: {estimated.run.routing}; each choice of experts equally likely, so dedup and two hops send the mean"
+        yield f"a launch takes the host {LAUNCH_US.fast:g} to {LAUNCH_US.slow:g} us; kernels are those of {kernels}"
+    yield f"routing: {estimated.run.routing}; dedup and two hops send as many rows as random choices of experts need"
+    plan = estimated.found[0].candidate.plan
+    if plan is not None and not plan.dispatch.is_plain:
+        yield f"dispatch: {plan.dispatch}, also in stock, because of --moe-token-dispatcher-type flex"
     yield f"attention is {'unfused' if estimated.run.saves_scores else 'fused'} and causal, in all plans"
     rest = (f"{name} {_span(*ends, '.0f')} ms" for name, ends in estimated.rest_ms.items())
     yield f"beside the micro-batches: {', '.join(rest)}"
@@ -149,7 +154,7 @@ def _advice(estimated: Estimated) -> Iterator[str]:
     if best.memory[1] > room:
         word = "does not fit" if best.memory[0] > room else "may not fit"
         size = estimated.cluster.gpu.memory_bytes / _GIB
-        yield f"memory {word} a GPU of {size:.0f} GiB: raise recompute or the parallel sizes, or lower --micro-batch-size"
+        yield f"memory {word} a GPU of {size:.0f} GiB: recompute more, raise parallel sizes, lower --micro-batch-size"
     plan = estimated.run.findings.plan[0]
     if plan.startswith("off: "):
         yield f"first remove what keeps stock modules: {plan.removeprefix('off: ')}"

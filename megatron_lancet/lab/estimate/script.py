@@ -10,8 +10,10 @@ from megatron_lancet.lab.estimate.candidates import Allowed
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.model_profile import Run
 from megatron_lancet.lab.what_if.forecast import Routing
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
+from megatron_lancet.training.plan.dispatch import dispatch_blocker
 from megatron_lancet.training.plan.limits import chunked_dim, planning_limits
 
 
@@ -45,4 +47,6 @@ def allowed_of(run: Run) -> Allowed:
     args, config = run.args, run.findings.config
     limits = planning_limits(args, config)
     most = {dim: chunked_dim(args, config, dim).most_chunks for dim in ChunkDim}
-    return Allowed(limits, most, limits.dispatches)
+    found = {one: dispatch_blocker(args, config, one) for one in Dispatch.known().values()}
+    blockers = {one: blocker.reason for one, blocker in found.items() if blocker is not None}
+    return Allowed(limits, most, blockers)

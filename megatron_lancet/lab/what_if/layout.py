@@ -192,7 +192,9 @@ def _largest_message(facts: ModelFacts) -> int:
     return facts.num_rows * row_bytes * facts.ep_size
 
 
-def times_of_reductions(link: LinkTimes, cluster: Cluster, largest: float, num_ranks: int, stride: int = 1) -> LinkTimes:
+def times_of_reductions(
+    link: LinkTimes, cluster: Cluster, largest: float, num_ranks: int, stride: int = 1
+) -> LinkTimes:
     """``link`` with computed times of all-reduces of every ``stride``-th rank, ``num_ranks`` in all.
 
     Args:

@@ -16,8 +16,6 @@ from megatron_lancet.testkit.virtual_gpu.log import HostWaits
 from megatron_lancet.testkit.virtual_gpu.playback.by_op import timeline_of
 from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
-_NUM_COUNTS_KERNELS = 3
-"""Kernels beside an exchange of counts: their sum, and the copies to the host."""
 _LARGE = 1 << 30
 """Bytes of a message; its time and the latency give that of all others."""
 
@@ -55,7 +53,7 @@ def _profile(own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Lin
     if link == Link():
         to_others = 1 - 1 / facts.ep_size  # a rank's own rows are copied, too, and each is read and written
         link = Link(device.min_kernel_us, bytes_per_s / 2 * to_others / 1e9)
-    counts_us = _NUM_COUNTS_KERNELS * device.min_kernel_us + device.host_wait_us + link.time_us(facts.counts_bytes)
+    counts_us = device.counts_us + link.time_us(facts.counts_bytes)
     return Profile(
         model=facts,
         device="modelled",
