@@ -177,7 +177,7 @@ def layout_of(
     needs_nodes = dispatch is not None and dispatch.needs_nodes
     if needs_nodes and (why_not := why_not_several_nodes(facts, layout)) is not None:
         raise UsageError(
-            f"--dispatch {dispatch} can't be followed with {world_size} ranks: {why_not}. Pass "
+            f"--dispatch {dispatch} is not possible with {world_size} ranks: {why_not}. Pass "
             "--ranks-per-node and a network, or another dispatch"
         )
     return layout

@@ -31,7 +31,7 @@ class Bug:
         name: issue or pull request of Megatron-LM; of the overlap what it does.
         what: what is wrong.
         flags: of a launch that shows it, behind :data:`BASE`.
-        guilty: axes and features of which it needs each.
+        causes: axes and features of which it needs each.
         shown: a part of the name of what differs, as the check calls it.
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
@@ -42,7 +42,7 @@ class Bug:
     name: str
     what: str
     flags: str
-    guilty: tuple[str, ...]
+    causes: tuple[str, ...]
     shown: str
     prepare: Prepare | None = None
     padding: bool = False

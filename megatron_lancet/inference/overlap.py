@@ -41,7 +41,7 @@ def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int) -> Plan:
     if number_of_ranks() == 1:
         flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
         raise UsageError(
-            f"{' and '.join(flags)} can't be followed: one rank holds all experts, so there are no messages to hide. "
+            f"{' and '.join(flags)} {'are' if len(flags) > 1 else 'is'} not possible: one rank holds all experts, so there are no messages to hide. "
             "Start several ranks with torchrun, or drop it."
         )
     return fixed_plan(num_chunks, DwPolicy.NONE, tiles=num_tiles)

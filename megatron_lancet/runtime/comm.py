@@ -70,7 +70,7 @@ class CommSettings:
         keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
             has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
             backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
-            after the other, the second is on the link while compute goes on with the first.
+            after the other, the second transfers while the first is being used.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
             for no bound.
         expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 class PairedTurns:
     """Says how many turns of a forward have run by each place of the backward beside it.
 
-    Places are numbered: 0 is the begin of the backward, and p in front of its p-th wait, from 1.
+    Places are numbered: 0 is the start of the backward, and p precedes its p-th wait, from 1.
 
     Attributes:
         num_forward_waits: messages that the forward waits for; it has one turn more.

@@ -29,7 +29,7 @@ class CommPriorityFlags(CheckedFlags):
         CommPriority.OFF,
         same_on_all_ranks=True,
         **words(CommPriority),
-        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
+        help="all-to-all-first: cut gradient reductions into parts, which run only while no all-to-all of the backward "
         "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
         "as soon as it is complete.",
     )
@@ -41,8 +41,8 @@ class CommPriorityFlags(CheckedFlags):
         unit="MB",
         metavar="MB",
         advice="To reduce whole buckets pass --lancet-comm-priority off.",
-        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
-        "all-to-alls, at most (default: {default:g}).",
+        help="with --lancet-comm-priority, size of a part, and most gradients between two all-to-alls, in 10^6 bytes "
+        "(default: {default:g}).",
     )
 
     @property

@@ -31,9 +31,9 @@ class LocalityFlags(CheckedFlags):
         at_least=0,
         metavar="MU",
         advice="0 is no such loss.",
-        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
+        help="coefficient of a loss that favors the experts of a token's own node (LocMoE): the divergence of a "
         "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
-        "changes what the model learns. Default: 0, no such loss.",
+        "changes the trained model. Default: 0, no such loss.",
     )
 
 

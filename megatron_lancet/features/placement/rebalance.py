@@ -187,12 +187,12 @@ class Rebalancer:
         )
 
     def _say_that_none_moved(self, costs: Costs) -> None:
-        """Prints why the run's first decision has moved nothing; later ones do so without a word."""
+        """Prints why the first decision moves no expert; later decisions like this are not printed."""
         if not self._has_decided:
             say(
-                f"Megatron-Lancet experts: all stay on their ranks after step {self._args.curr_iteration + 1}: no swap "
-                f"would save more than moving costs and more than the noise of {costs.noise_ms:.1f} ms a step. This is "
-                f"decided every {costs.num_steps} steps; from now on only swaps are logged"
+                f"Megatron-Lancet experts: no experts moved after step {self._args.curr_iteration + 1}: no swap pays for "
+                f"itself beyond the noise ({costs.noise_ms:.1f} ms a step). Swaps are considered every {costs.num_steps} "
+                "steps; from now on only swaps are logged"
             )
         self._has_decided = True
 

@@ -6,8 +6,8 @@ its outputs, runs the experts again, and sends the gradients of the rows. What i
 sent, which does not depend on the other ranks. So a chunk over the limit costs two more messages of its rows and the
 experts once more, and its peak is that of a chunk at the limit.
 
-All rounds run on end, at the place where the chunk would wait for its dispatch, and in the backward pass where it would
-launch that message's gradients. The messages that it does not need keep their places in the order of turns.
+Rounds run back to back where the chunk would wait for its dispatch, and in the backward pass where it would launch the
+gradients of that message. Messages that are not needed keep their places in the order of turns.
 
 Legend of shapes: n rows that this rank sends, one per token and expert, r rows of a round that it receives, H hidden.
 """

@@ -41,7 +41,7 @@ def num_rounds(rows: Sequence[int], max_rows: int) -> int:
 
 @dataclass(frozen=True)
 class OverLimit:
-    """A chunk of which a rank's experts would get more rows than they may work on at a time.
+    """A chunk with more rows for a rank's experts than the row limit allows.
 
     Attributes:
         num_rounds: rounds in which it goes.

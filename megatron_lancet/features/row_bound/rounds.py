@@ -1,9 +1,9 @@
-"""Cuts the rows of a chunk into rounds, so that no rank's experts work on more rows at a time than they may.
+"""Cuts the rows of a chunk into rounds, so that no rank exceeds its row limit.
 
-All ranks know all counts, and each of them makes the same rounds of these; nothing more is said. The rows of a
-destination are thought of as a line, in the order in which its experts take them, and the line is cut evenly. So every
-destination has the fewest rows at a time that this number of rounds allows, the number of rounds is the smallest, and
-what a sender sends in a round to a rank are neighbours among its rows, which are ordered by expert.
+All ranks have all counts and derive the same rounds from them; no extra message is needed. The rows of a destination,
+in the order of its experts, are cut evenly. So the number of rounds is the smallest, every round of a destination has
+the fewest rows that this number allows, and the rows that a sender sends in a round are neighbours among its rows,
+which are ordered by expert.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, E experts, e = E / P on a rank,
 R rounds, n rows that this rank sends.

@@ -139,8 +139,7 @@ class _Tiles(ModelPart):
         why_not = model_blocker(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
         if why_not is not None:
             raise UsageError(
-                f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
-                f"without tiles, or {why_not.advice}."
+                f"this model cannot run a tiled plan: {why_not.reason}. Use a plan without tiles, or {why_not.advice}."
             )
 
 

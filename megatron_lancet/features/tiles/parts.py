@@ -1,9 +1,10 @@
 """Cuts the rows of a chunk into parts: those that stay on their rank, and tiles of those that go to other ranks.
 
 The rows for another rank are cut evenly, whatever their experts are: a part of them are neighbours in their order,
-which is by expert. Sender and receiver make the same parts of the counts that both know, so nothing more is said.
+which is by expert. Both sides derive the same tiles from the shared counts; no extra message is needed.
 
-Distinct rows are cut in the same way. Of their experts only the sender knows, so it tells the rows of each part, too.
+Distinct rows are cut in the same way. Only the sender knows the experts of a distinct row, so it also sends per-tile
+counts.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, Q = P * V ranks that exchange
 counts, e local experts, T tiles, O parts of the rows that stay.

@@ -213,7 +213,7 @@ class TwoHopDispatcher:
         return output_qH
 
     def sum_of_node(self, rows: torch.Tensor, passed: PassedRows) -> torch.Tensor:
-        """Sum what the ranks of this node have made of each row that arrived here: [p, H]."""
+        """Sums this node's partial outputs per forwarded row: [p, H]."""
         if passed.sum_of_holders is not None:
             of_holders = summed(rows.to(passed.sum_dtype), passed.sum_of_holders, len(passed.row_of_sum))
             rows = of_holders.to(rows.dtype)

@@ -59,7 +59,7 @@ def most_over_mean(values: Sequence[float]) -> float:
 
 
 def most_popular(values: Sequence[float], number: int) -> frozenset[int]:
-    """So many experts with the largest values; of equal ones those with the lower numbers."""
+    """The n most popular experts; ties go to the lower index."""
     return frozenset(sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:number])
 
 

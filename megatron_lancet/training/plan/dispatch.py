@@ -88,7 +88,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
     if config.dispatch is not None:
         refusal = refusal_of(args, config, config.dispatch, f"drop the flag, or pass {FLAG} {PLAIN}")
         if refusal is not None:
-            raise UsageError(f"{FLAG} {config.dispatch} can't be followed: {refusal}")
+            raise UsageError(f"{FLAG} {config.dispatch} is not possible: {refusal}")
         return (config.dispatch,), []
     blockers = {dispatch: dispatch_blocker(args, config, dispatch) for dispatch in Dispatch.known().values()}
     excluded = [
@@ -152,7 +152,7 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     blocker = tiles_blocker_of(args, config)
     if config.tiles and blocker is not None:
         raise UsageError(
-            f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
+            f"{TILES_FLAG} {config.tiles} is not possible: {blocker.reason}. Pass {TILES_FLAG} 0, or "
             f"{blocker.advice}."
         )
     if config.tiles is not None:
@@ -230,7 +230,7 @@ def _num_holders(args: argparse.Namespace) -> int:
 
 
 def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> bool:
-    """Whether the reason against a dispatch is more than that a token has one expert, or that nothing leaves a node.
+    """Whether a user should be told why a dispatch is excluded.
 
     Where nodes are unknown, as in a dry run, see :func:`unknown_nodes_note`.
     """

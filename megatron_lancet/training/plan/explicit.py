@@ -44,7 +44,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         blocker = tiles_blocker_of(args, config)
         if blocker is not None:
             raise UsageError(
-                f"--lancet-plan {path} sends rows in tiles, which can't be followed: {blocker.reason}. Make a plan for "
+                f"--lancet-plan {path} sends rows in tiles, which is not possible here: {blocker.reason}. Make a plan for "
                 f"this run with --tiles 0, or {blocker.advice}."
             )
     _check_segments(content.plan.segments, "", path, args, config)
@@ -52,13 +52,13 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)
         for obstacle in pairing_blockers(args, config):
             raise UsageError(
-                f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
+                f"--lancet-plan {path} pairs backwards with forwards, which is not possible here: {obstacle.reason}. "
                 f"{obstacle.advice_begins}, or make a plan for this run."
             )
     refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
     if refusal is not None:
         how = content.plan.dispatch.refusal
-        raise UsageError(f"--lancet-plan {path} {how}, which can't be followed: {refusal}")
+        raise UsageError(f"--lancet-plan {path} {how}, which is not possible here: {refusal}")
     return content.plan
 
 

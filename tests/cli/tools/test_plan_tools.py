@@ -246,7 +246,7 @@ DAMAGED = [
     (
         "simulate_plan",
         ["{profile}", "--world-sizes", "4", "--dispatch", "two-hop", "--ranks-per-node", "4", "--intra-gbps", "9"],
-        "two-hop can't be followed with 4 ranks: an expert-parallel group has 4 ranks, and a node has 4, so nothing",
+        "two-hop is not possible with 4 ranks: an expert-parallel group has 4 ranks, and a node has 4, so nothing",
     ),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
     ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),

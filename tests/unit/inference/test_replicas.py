@@ -65,7 +65,7 @@ def arguments(**changes: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "replicas", "ranks", "message"),
     [
-        ({}, 3, 2, r"--replicas 3 can't be followed: every rank holds equally many: pass a multiple of the 2 ranks"),
+        ({}, 3, 2, r"--replicas 3 is not possible: every rank holds equally many: pass a multiple of the 2 ranks"),
         ({}, 2, 1, r"one rank holds all experts: start several ranks"),
         ({}, 6, 2, r"with 4 every one of the 2 ranks holds all 4 experts"),
         ({"num_experts": None}, 2, 2, r"this checkpoint has none"),

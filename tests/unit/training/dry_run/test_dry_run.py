@@ -369,7 +369,7 @@ REFUSED = {
     ),
     "a pair that can't be": (
         ["--lancet-pairing", "on"],
-        r"--lancet-pairing on can't be followed: Megatron's loop for a pipeline without virtual stages",
+        r"--lancet-pairing on is not possible: Megatron's loop for a pipeline without virtual stages",
     ),
     "a pair of one": (
         ["--lancet-pairing", "on", "--global-batch-size", 8, "--pipeline-model-parallel-size", 1],

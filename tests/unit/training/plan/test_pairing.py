@@ -119,7 +119,7 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
         assert line.startswith(f"{plan}; not paired, because {reason}")
         with pytest.raises(UsageError) as refusal:
             choose_plan(args, config_with(*wishes, num_chunks=num_chunks, pairing=PairingChoice.ON))
-        assert str(refusal.value).startswith(f"--lancet-pairing on can't be followed: {reason}")
+        assert str(refusal.value).startswith(f"--lancet-pairing on is not possible: {reason}")
         assert f". {advice}, or drop --lancet-pairing." in str(refusal.value) or advice == "Raise"
         assert "\n" not in str(refusal.value)
     # The user has not asked for it: there is nothing to explain.
@@ -130,7 +130,7 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, config_with(*wishes, plan=path))
     assert str(refusal.value).startswith(
-        f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {reason}"
+        f"--lancet-plan {path} pairs backwards with forwards, which is not possible here: {reason}"
     )
     assert str(refusal.value).endswith(", or make a plan for this run.")
     write_plan_file(path, PlanFile(fixed_plan(2), None))

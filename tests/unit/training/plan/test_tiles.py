@@ -74,7 +74,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
 )
 def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, config, reason):
     args = megatron_args("--expert-model-parallel-size", 4) if config.dispatch else megatron_args()
-    with pytest.raises(UsageError, match=f"--lancet-tiles 2 can't be followed: {reason}"):
+    with pytest.raises(UsageError, match=f"--lancet-tiles 2 is not possible: {reason}"):
         choose_plan(args, dataclasses.replace(config, tiles=2))
     limits = planning_limits(args, config)
     assert limits.tiles == (0,)
@@ -82,7 +82,7 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, conf
     assert excluded.reason.startswith(reason)
     if not config.dispatch:
         write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(1, tiles=2)))
-        with pytest.raises(UsageError, match=f"sends rows in tiles, which can't be followed: {reason}"):
+        with pytest.raises(UsageError, match=f"sends rows in tiles, which is not possible here: {reason}"):
             choose_plan(args, dataclasses.replace(config, plan=tmp_path / "plan.json"))
 
 
