@@ -121,10 +121,10 @@ class LancetConfig(CheckedFlags):
         None,
         **words(Dispatch, none_word="auto"),
         limits_plan=True,
-        help="send a token once per expert (plain, as stock), once per rank (dedup: fewer bytes if a rank holds several of "
-        "its experts), or once per node, which forwards it to its ranks (two-hop: fewer bytes between nodes). "
-        "auto (default): the plan chooses; a fixed plan uses plain. With --moe-token-dispatcher-type flex, auto "
-        "means two-hop or dedup if they are possible.",
+        help="send a token once per expert (plain, as stock), once per rank (dedup: fewer bytes if a rank holds "
+        "several of its experts), or once per node, which forwards it to its ranks (two-hop: fewer bytes between "
+        "nodes). auto (default): the plan chooses; a fixed plan uses plain. With --moe-token-dispatcher-type flex, "
+        "auto means two-hop or dedup if they are possible.",
     )
     tiles: int | None = flag(
         None,
@@ -132,9 +132,9 @@ class LancetConfig(CheckedFlags):
         none_word="auto",
         limits_plan=True,
         metavar="{auto,N}",
-        help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile while "
-        "the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a fixed "
-        "plan has no tiles.",
+        help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile "
+        "while the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a "
+        "fixed plan has no tiles.",
     )
     ranks_per_node: int | None = flag(
         None,

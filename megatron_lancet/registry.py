@@ -80,7 +80,7 @@ def has_tiles() -> bool:
 
 
 def tiled() -> "Callable[..., Dispatch]":
-    """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
+    """Makes a dispatch with tiles: from another one, the number of tiles, and when local tokens run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
 

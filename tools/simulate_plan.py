@@ -1,6 +1,6 @@
 r"""Predicts a step from a profile: its timeline, or a table over layouts.
 
-By default: the timeline of one plan, in the profiled layout or that of the flags.
+By default: the timeline of one plan, in the profiled layout or in the layout of the flags.
 With --world-sizes, or several --ep-size: one line per layout, for no overlap, two chunks everywhere, and a plan.
 With --lengths: one line per way of packing documents of such lengths into micro-batches.
 

@@ -1,7 +1,7 @@
 """Bugs that Megatron had or has, and bugs that the overlap could have, each with a launch that shows it.
 
-Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
-launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
+Bugs of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
+launch; one rank alone does not have them. Bugs of the overlap are put into its modules, which stock does not run.
 #6470 ports the fix of #5916 to another branch of Megatron: the same fault, put back in a different way.
 """
 

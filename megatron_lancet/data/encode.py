@@ -59,7 +59,7 @@ class EncodeJob:
         input_path: file of the lines, for error messages.
         keys: JSON keys; one dataset is written for each.
         append_eod: end every document with the tokenizer's end-of-document id.
-        joins_pair: the keys are those of a prompt and its answer, which make one document of one dataset.
+        joins_pair: the keys name a prompt and its answer, which make one document of one dataset.
     """
 
     input_path: Path

@@ -120,7 +120,7 @@ def number_of_ranks() -> int:
 
 
 def check_ranks(run: StoredRun, num_ranks: int) -> None:
-    """Raise a UsageError if so many ranks can't share the experts, or if the model is of an unsupported kind."""
+    """Raise a UsageError if this number of ranks can't share the experts, or if the model is of an unsupported kind."""
     experts: int = getattr(run.arguments, "num_experts", None) or 0
     if num_ranks > 1 and not experts:
         raise UsageError(

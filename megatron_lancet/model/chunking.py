@@ -1,6 +1,6 @@
 """Splits a micro-batch into chunks and concatenates the results.
 
-Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, H hidden size.
+Legend of shapes: S sequence length, B micro-batch size, s / b the same of a chunk, H hidden size.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ class Chunk:
         rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
             documents [s, b, 1, R]; or a tuple of them. None if attention has its own, or none.
         attention_bias: added to the attention scores, broadcast over samples, or None.
-        documents: those of the chunk's samples, on whole sequences; None where a sample is one.
+        documents: the documents of the chunk's samples, on uncut sequences; None where a sample is one.
         positions: with documents the position of each token in its own, [s, b].
         padding_mask: [s, b], True for padding tokens, which routers do not count; None without padding.
     """

@@ -95,7 +95,7 @@ class LayersByPlan:
         segments: the plan's segments that have layers in this block, in order.
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
-        overlaps_evaluation: whether forward passes without gradients run by the plan, too.
+        overlaps_evaluation: whether forward passes without gradients also run by the plan.
         documents: reads packed documents, for which all attentions are prepared; None where there are none.
         checked_limits: mask limits checked before.
     """
@@ -242,7 +242,7 @@ def begin_layer(layer: torch.nn.Module, documents: Documents | None) -> None:
     """Prepares a layer for the chunks of the next micro-batch.
 
     Args:
-        documents: those of the micro-batch; None where a sample is one.
+        documents: the documents of the micro-batch; None where a sample is one.
 
     Raises:
         UsageError: the layer has a hook that would not run.

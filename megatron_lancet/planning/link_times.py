@@ -49,7 +49,7 @@ class LinkTimes:
     inside_node_queued: Points = ()
 
     def all_to_all_of(self, kind: str) -> Points:
-        """``all_to_all`` for a kind of message: that of its hop, if it belongs to two."""
+        """``all_to_all`` for a kind of message: its hop's times, if it belongs to two hops."""
         if kind in BETWEEN_NODES:
             return self.between_nodes
         return self.inside_node if kind in INSIDE_NODE else self.all_to_all

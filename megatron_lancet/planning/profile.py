@@ -55,7 +55,7 @@ class ModelFacts:
 
     Attributes:
         name: name of the profiled model; with ``device`` and ``versions`` the key of the cache.
-        layer_kinds: kind of each layer; those of multi-token predictions come last, a repeated one several times.
+        layer_kinds: kind of each layer; multi-token predictions come last, a repeated one several times.
         stage_of_layer: pipeline stage of each layer, from 0.
         micro_batch_size: samples of a micro-batch, B.
         seq_length: positions of a sample on this rank, S.
@@ -126,7 +126,7 @@ class ModelFacts:
     def row_bytes_to(self, num_groups: int) -> int:
         """Bytes of one row in a forward dispatch that goes once to each of the groups which hold a part of the experts.
 
-        A combine's rows are those of the plain one. A wire in fp8 narrows hidden states further in forward dispatches
+        A combine has the plain combine's rows. fp8 messages narrow hidden states further in forward dispatches
         than in all other messages.
         """
         saved_in_dispatches = self.grad_row_bytes - self.row_bytes
@@ -240,7 +240,7 @@ class HopRows:
         node_sent: to other nodes, one for each of its tokens and node.
         node_received: from other nodes.
         local_sent: to other ranks of its node, one for each row that has come to it (its own included) and rank; with
-            expert tensor parallelism for each holder of the experts.
+            expert tensor parallelism for each expert-TP rank.
         local_received: from other ranks of its node.
     """
 

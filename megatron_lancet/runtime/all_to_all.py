@@ -30,7 +30,7 @@ class AllToAll:
             splits: rows by rank; if they are pending, the message is launched when they are known. None if the rows
                 stay in place in both directions: the message keeps its places in the order of turns, and sends nothing.
             ends_backward_op: whether its launch in the backward is the end of the op that makes its gradients. Of the
-                messages with the parts of what one op makes, it is that of the first.
+                messages with the parts of one op's result, it is the first message's.
         """
         self.op = op
         self._comm = comm

@@ -112,8 +112,8 @@ class Comm:
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
             comm_dtype: number format of hidden states in messages.
             hops: connections of the messages of two hops; None if no plan of this model has any.
-            layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
-                if it is unknown.
+            layout: how the expert-parallel group lies on nodes, to count bytes that leave a node; None for the layout
+                of the hops, or if it is unknown.
             max_expert_rows: of the settings at first.
         """
         self.transport = transport
@@ -150,7 +150,7 @@ class Comm:
     def position(self) -> str:
         """The last op of this rank and its state, for error messages and hanging ranks.
 
-        While a forward runs beside a backward, it is that of the one that has the turn, then that of the other.
+        While a forward runs during a backward, first comes the one that has the turn, then the other.
         """
         return self.pairing.position(self._in_words)
 

@@ -24,13 +24,13 @@ class CommTimes:
             nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
-        between_nodes_bytes: those of them that left the node; 0 where it is not known how ranks lie on nodes.
+        between_nodes_bytes: bytes that left the node; 0 where it is not known how ranks lie on nodes.
         between_nodes_rows: rows that left the node in forward dispatches; 0 as above.
         num_routed_tokens: tokens of which these were the rows, counted in each layer with experts.
         num_chunks: chunks that this rank's experts worked on, counted in each layer with experts.
         num_expert_rows: rows of these chunks.
         peak_expert_rows: the most rows that they worked on at a time.
-        num_split_chunks: those of the chunks that were sent in several rounds, because a rank would have received more
+        num_split_chunks: chunks that were sent in several rounds, because a rank would have received more
             rows than ``--lancet-max-expert-rows``.
         most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OwnRows(StrEnum):
-    """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
+    """When a rank's experts work on local tokens, if rows of other ranks come in tiles."""
 
     HALF = "half"
     """One half while the dispatch is in flight, the other while the combine is."""

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class LayerKind(StrEnum):
-    """Kind of a layer. A GPT's layers have two parts each, those of a hybrid model only one."""
+    """Kind of a layer. A GPT's layers have two parts each, layers of a hybrid model only one."""
 
     MOE = "moe"
     """Attention and routed experts."""

@@ -64,7 +64,7 @@ class OpKind(StrEnum):
     OWN_EXPERTS = "own_experts"
     """The routed experts of this rank, on the rows that stay on it, where the rows of other ranks come in tiles."""
     EXPERTS = "experts"
-    """The routed experts of this rank, on the rows received; with tiles, on those of other ranks."""
+    """The routed experts of this rank, on the rows received; with tiles, on rows of other ranks."""
     COMBINE = "combine"
     """Message: the experts' outputs back to the ranks of their tokens."""
     LOCAL_COMBINE = "local_combine"

@@ -40,5 +40,5 @@ class PairedTurns:
         return 1 + place * self.num_forward_waits // self.num_backward_waits
 
     def begins_next(self, place: int) -> bool:
-        """Whether turn 0 of the micro-batch after the forward's runs at ``place``, too, behind the forward's end."""
+        """Whether turn 0 of the micro-batch after the forward's also runs at ``place``, behind the forward's end."""
         return 0 < place == self.num_backward_waits

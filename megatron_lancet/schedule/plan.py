@@ -60,7 +60,7 @@ class Segment:
         tiles: parts, with a message each, in which the rows of a chunk go to other ranks and back (Comet section 3: the
             experts start with the rows that are here, and outputs leave part by part); 0 for one message of all rows,
             those that stay included.
-        own_rows: with tiles, when the experts work on the rows that stay on the rank.
+        own_rows: with tiles, when the experts work on local tokens.
     """
 
     first_layer: int
@@ -135,8 +135,8 @@ class Pairing:
     """The backward of each micro-batch runs beside the forward of the next one, see ``schedule/pairing.py``.
 
     At the two ends of a step a micro-batch has a forward or a backward without such a partner. With gradient
-    accumulation these are the first and the last one, with pipeline stages those of the warm-up and of the cool-down.
-    They may run by settings of their own, such as more chunks.
+    accumulation these are the first and the last one, with pipeline stages the micro-batches of the warm-up and of the
+    cool-down. They may run by settings of their own, such as more chunks.
 
     Attributes:
         end_segments: like :attr:`Plan.segments`, for these micro-batches.
@@ -183,7 +183,7 @@ class Plan:
         for segment in self.segments:
             segment.in_tiles(self.dispatch)  # raises where it can't
         if self.pairing is not None:
-            _ = self.at_ends  # is a plan, too
+            _ = self.at_ends  # is also a plan
 
     def __str__(self) -> str:
         bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"

@@ -138,7 +138,7 @@ def verbs_of(
     Args:
         has_shared_experts: whether the model's MoE layers have experts that see all tokens.
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch. Then the numbers of rows
-            are known without token counts, but not those of a chunk, which has any part of an expert's rows.
+            are known without token counts, but not a chunk's splits, which has any part of an expert's rows.
         num_chunks: number of chunks of a micro-batch.
         dispatch: what all-to-alls carry, and in how many tiles.
     """
@@ -149,7 +149,7 @@ def verbs_of(
 
 
 def mtp_layer(layer: Layer) -> Layer:
-    """The verbs of a multi-token prediction: those of its transformer layer, after the projection of the whole."""
+    """The verbs of a multi-token prediction: its transformer layer's, after the projection of the micro-batch."""
     return (MTP_PROJECTION, *layer)
 
 

@@ -107,7 +107,7 @@ def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetC
 
 
 def with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:
-    """The settings that parsed arguments give, with those of features.
+    """The settings that parsed arguments give, features included.
 
     Raises:
         UsageError: a value is outside the range of its flag.
@@ -252,7 +252,7 @@ def _check_local_modules(args: argparse.Namespace) -> None:
     if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:
         raise UsageError(
             "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "
-            "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine."
+            "are also compressed: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine."
         )
 
 

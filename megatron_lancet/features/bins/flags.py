@@ -13,8 +13,9 @@ class BinsFlags(CheckedFlags):
         False,
         parsed_as=bool,
         unchecked="how documents are dealt to micro-batches",
-        help="make each document a sample of its own length, and pack the samples of a step into the micro-batches of all "
-        "ranks, so that concurrent micro-batches take equally long. Default: Megatron's samples, all of --seq-length.",
+        help="make each document a sample of its own length, and pack the samples of a step into the micro-batches of "
+        "all ranks, so that concurrent micro-batches take equally long. Default: Megatron's samples, all of "
+        "--seq-length.",
     )
     pack_max_tokens: int | None = flag(
         None,

@@ -20,7 +20,7 @@ from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 FLAG = "--lancet-comm-sms"
 _NCCL = "nccl"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-"""Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
+"""Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
 
 
 @dataclass(frozen=True)

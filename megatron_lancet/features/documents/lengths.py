@@ -1,4 +1,4 @@
-"""The documents of a micro-batch's samples, and those of a part of it.
+"""The documents in the samples of a micro-batch, or in a part of it.
 
 Legend of shapes: S positions of a sequence, B samples, s positions of a chunk.
 """
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What kernels for sequences of several lengths want to know, the parts of one sample after those of another.
+    """Arguments of kernels for sequences of several lengths, the parts of the samples one after the other.
 
     Attributes:
         of_queries: ends of the parts, with a 0 in front, [parts + 1] int32.
@@ -203,7 +203,7 @@ def _attend_in_sample(
 
 
 def keys_in_order(documents: Documents, tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """Keys or values that positions from ``first`` on see, sample after sample, without those of earlier documents.
+    """Keys or values that positions from ``first`` on see, sample after sample, without keys of earlier documents.
 
     Args:
         tensor: [s', b, ...], from the sequence's first position on.

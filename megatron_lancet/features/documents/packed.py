@@ -23,7 +23,7 @@ class PackedMicroBatch:
     """A micro-batch of packed documents.
 
     Attributes:
-        documents: those of its samples.
+        documents: the documents of its samples.
         positions: position of each token in its document, [s, B]; with sequence parallelism [S, B], which attention
             sees.
         is_flat: whether its hidden states came as [B * S, 1, H], sample after sample.

@@ -117,10 +117,10 @@ def choose_locality(args: argparse.Namespace, config: LancetConfig, plan: Plan |
 
 def _nodes(args: argparse.Namespace, per_node: int) -> Nodes | str:
     """As for two hops, but a node may have one rank, which then holds all experts of the node."""
-    num_holders = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    if per_node == num_holders == 1:
+    expert_tp_size = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    if per_node == expert_tp_size == 1:
         return Nodes(args.expert_model_parallel_size, 1)
-    return nodes_of_group(args.expert_model_parallel_size, num_holders, per_node)
+    return nodes_of_group(args.expert_model_parallel_size, expert_tp_size, per_node)
 
 
 def locality_note(locality: LocalityLoss | None) -> str:

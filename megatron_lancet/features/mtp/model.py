@@ -44,7 +44,7 @@ class Depth:
 
     Attributes:
         layer: its transformer layer, with the number of this depth.
-        projection: the instruction that runs on the whole micro-batch, before those of ``segment``.
+        projection: the instruction that runs on the unchunked micro-batch, before the instructions of ``segment``.
         end_segment: like ``segment``, for micro-batches at the ends of a step with pairing.
         following: the op after the layer; None where that is on the next stage.
     """

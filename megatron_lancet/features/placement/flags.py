@@ -25,8 +25,8 @@ class PlacementFlags(CheckedFlags):
         metavar="N",
         advice="Without the flag experts stay where they are.",
         unchecked="",
-        help="every N steps, move experts (weights and optimizer state) to other ranks if the load of these steps shows "
-        "that it pays.",
+        help="every N steps, move experts (weights and optimizer state) to other ranks if the load of these steps "
+        "shows that it pays.",
     )
 
     @property

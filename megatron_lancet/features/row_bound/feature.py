@@ -78,9 +78,9 @@ class RowBoundFlags(CheckedFlags):
         same_on_all_ranks=True,
         read=_row_limit,
         metavar="{auto,N}",
-        help="bound the memory of experts under uneven routing: the experts of a rank process at most N rows of a chunk "
-        "at a time (a row is a token and one of its experts). A chunk with more rows is sent in several rounds; no "
-        "token is dropped and no step is repeated. auto: N from the memory that is free after the first steps. "
+        help="bound the memory of experts under uneven routing: the experts of a rank process at most N rows of a "
+        "chunk at a time (a row is a token and one of its experts). A chunk with more rows is sent in several rounds; "
+        "no token is dropped and no step is repeated. auto: N from the memory that is free after the first steps. "
         "Default: no bound.",
     )
 

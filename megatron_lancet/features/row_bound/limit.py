@@ -5,7 +5,7 @@ because all take part in the rounds in which the chunk is then sent. So with a l
 of its counts.
 
 Legend of shapes: t tokens of the chunk, P ranks of the expert-parallel group, V expert tensor parallel size,
-Q = P * V ranks that exchange counts, E experts, c counts that a peer is told for its own use.
+Q = P * V ranks that exchange counts, E experts, c counts that a peer gets for its own use.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ type Counts = Sequence[Sequence[int]]
 
 
 def rows_by_rank(counts: Counts, num_ranks: int) -> list[int]:
-    """Rows of all experts of each rank, P in all; every holder of these experts works on all of them.
+    """Rows of all experts of each rank, P in all; every expert-TP rank works on all of them.
 
     Args:
         num_ranks: P.

@@ -94,7 +94,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
 
 def _through_experts(moe: OverlappingMoE, received: tuple[torch.Tensor, ...], routes: Routes) -> torch.Tensor:
     """Runs this rank's experts on the rows of a round: outputs in the order in which the rows came, [r, H]."""
-    moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_holder))
+    moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_expert_tp_rank))
     dispatcher, sum_dtype = moe.dispatchers[PLAIN], received[1].dtype
     last_expert_first = moe.last_expert_first
     tokens, probs = dispatcher.collect(received, routes, last_expert_first)

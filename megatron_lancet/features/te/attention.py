@@ -116,7 +116,7 @@ def _attend_to_documents(
 
 @contextmanager
 def _value_channels(core: Any, number: int) -> Iterator[None]:
-    """Inside, Transformer Engine's attention expects values of so many channels."""
+    """Inside the context, Transformer Engine's attention expects values of ``number`` channels."""
     built = core.hidden_size_per_attention_head_v
     core.hidden_size_per_attention_head_v = number
     try:

@@ -39,7 +39,7 @@ class TiledCosts(DispatchCosts):
         return Rows(*([(tile + 1) * rows // tiles - tile * rows // tiles for rows in its] for its in whole))
 
     def op_rows(self, verb: Verb, chunk: Chunk) -> Sequence[float] | None:
-        """The experts work on rows that stay on the rank, or on those of other ranks in one tile."""
+        """The experts work on local tokens, or on the tokens of other ranks in one tile."""
         if verb.kind not in _EXPERTS:
             return self._whole.op_rows(verb, chunk)
         kept = self.counts.kept(chunk)
@@ -67,7 +67,7 @@ class TiledCosts(DispatchCosts):
         )
 
     def _measured_factor(self, layer: LayerKind, kind: OpKind, phase: Phase) -> float:
-        """Time of an op with tiles by that of the same rows without; 1 if no plan with tiles was profiled."""
+        """Time of an op with tiles over its time for the same rows without; 1 if no plan with tiles was profiled."""
         measured = self.costs.measured_in_tiles(layer, kind, phase)
         without_ms = sum(
             self.costs.op_ms(

@@ -16,7 +16,7 @@ class Tiled(Dispatch):
     """Another dispatch in tiles; see :class:`~megatron_lancet.schedule.plan.Segment`.
 
     Attributes:
-        own_rows: when the experts work on the rows that stay on the rank.
+        own_rows: when the experts work on local tokens.
     """
 
     costs = "megatron_lancet.features.tiles.costs:TiledCosts"

@@ -122,7 +122,7 @@ class GatheredWeightGrads:
             expert: local expert.
 
         Returns:
-            Those of all parts when they are complete, else None.
+            The gradients of all parts when they are complete, else None.
         """
         parts = self._gathered.setdefault((linear, expert), {})
         assert part not in parts, f"part {part} has come twice"

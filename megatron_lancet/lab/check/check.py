@@ -178,7 +178,7 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
 
     Args:
         folder: for files of the runs.
-        with_ours: whether the overlap is compared, too.
+        with_ours: whether the overlap is also compared.
         settings: of :class:`Checker`.
 
     Raises:

@@ -43,7 +43,7 @@ _BESIDE_TE_LAYERS = (
     "--moe-single-grouped --fused-residual --mla-down-proj-fusion --no-tp-comm --symmetric-ar-type --moe-mlp-glu "
     "--cp-comm-type --softmax-type"
 )
-"""Beginnings of the flags of its kernels that are left out where its layers stay, too."""
+"""Beginnings of the flags of its kernels that are also left out where its layers stay."""
 _ON_GPUS = {
     "CUDA graphs": "--cuda-graph --enable-cuda-graph --external-cuda-graph",
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "

@@ -81,7 +81,7 @@ def _kept_by_layer(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bo
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
-    """Bytes that exist for one micro-batch at a time: those of the output layer, and those of recomputed layers."""
+    """Bytes that exist for one micro-batch at a time: of the output layer, and of recomputed layers."""
     working = 0.0
     for chunk in stage.chunks:
         if chunk.has_output or chunk.num_mtp:
@@ -109,7 +109,7 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 def _layer_bytes(
     args: argparse.Namespace, kind: LayerKind, saves_scores: bool, dropped: frozenset[str] = frozenset()
 ) -> float:
-    """Bytes that a layer saves for one micro-batch, without those of recomputed modules."""
+    """Bytes that a layer saves for one micro-batch, without recomputed modules."""
     return sum(
         saved.num_bytes
         for saved in layer_tensors(args, kind, saves_scores)

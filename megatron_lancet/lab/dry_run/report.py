@@ -67,7 +67,7 @@ def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory
         paired: the same with backwards beside forwards.
     """
     if plan.is_paired:
-        return ["the activations above include those of the forward beside a backward"]
+        return ["the activations above include a forward that runs during a backward"]
     if not plan.may_be_paired:
         return []
     more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))

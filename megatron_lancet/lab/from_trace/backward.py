@@ -37,7 +37,7 @@ class Backward:
     """A backward pass.
 
     Attributes:
-        marks: ends of ops, weight gradients and waits, behind those of the forward pass.
+        marks: ends of ops, weight gradients and waits, behind the marks of the forward pass.
         messages: all-to-alls by name, in order: launch, and end of the wait in us.
         weight_grads: sizes, by name.
     """

@@ -233,7 +233,7 @@ class _Reader:
         return self._norms[index]
 
     def _end_of_layer(self, time_us: float) -> float:
-        """Begin of the first norm behind a point in time, or the end of a stage that has none behind its layers."""
+        """Start of the first norm behind a point in time, or the end of a stage that has none behind its layers."""
         if self._batch.is_staged and self._norms[-1].start_us < time_us:
             return self._end_us
         return self._norm_behind(time_us).start_us

@@ -1,6 +1,6 @@
-"""Where time goes inside ops: in calls that take longer with more tokens, and in those of the attention's core.
+"""Where time goes inside ops: in calls that take longer with more tokens, and in calls of the attention's core.
 
-A call counts with its own time, without that of what it calls in turn.
+A call counts with its own time, without the calls that it makes.
 """
 
 import re

@@ -59,7 +59,7 @@ def _check_alike(ranks: Mapping[int, RankEvents], steps: RankSteps, members: Seq
         if numbers[rank] != numbers[first]:
             raise TraceLacks(
                 ranks[rank].path,
-                f"{len(numbers[rank])} steps of {numbers[rank][:3]} all-to-alls, where that of rank {first} has "
+                f"{len(numbers[rank])} steps of {numbers[rank][:3]} all-to-alls, where rank {first} has "
                 f"{len(numbers[first])} of {numbers[first][:3]}",
                 "Record the same steps on all ranks of an expert-parallel group (--profile-ranks)",
             )

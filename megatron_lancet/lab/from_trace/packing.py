@@ -1,7 +1,7 @@
 """What our ops do beside stock's: a dispatch packs rows and their probabilities into one message, for one more copy.
 
-Stock sends probabilities in an all-to-all of their own. The copy is in the op that makes the rows: forward that of the
-permutation, backward that of the experts. It takes about as long as the permutation, which copies the same rows.
+Stock sends probabilities in an all-to-all of their own. The copy is in the op that makes the rows: the permutation in
+the forward, the experts in the backward. It takes about as long as the permutation, which copies the same rows.
 """
 
 from collections.abc import Mapping, Sequence

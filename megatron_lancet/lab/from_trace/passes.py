@@ -1,7 +1,7 @@
 """The forward and backward passes of the micro-batches in a step, by what begins and runs them.
 
 Point-to-point messages of the pipeline, and the change from a forward to a backward pass, end a pass. A backward pass
-belongs to the forward pass in which its sequence numbers were given, so passes may lie in any order, as those of
+belongs to the forward pass in which its sequence numbers were given, so passes may lie in any order, as with
 pipeline stages do.
 """
 
@@ -14,7 +14,7 @@ from megatron_lancet.lab.from_trace.events import Event, RankEvents
 from megatron_lancet.lab.from_trace.lacks import TraceLacks
 
 NODE = "autograd::engine::evaluate_function: "
-"""Begin of the name of a node's run in a backward pass."""
+"""Start of the name of a node's run in a backward pass."""
 EMBEDDING = "aten::embedding"
 ROUTER = "RouterGatingLinearFunction"
 NORM = re.compile(r"(?i)(layer|rms)_?norm|_OperationFuser")
@@ -30,7 +30,7 @@ class MicroBatch:
     """Both passes of a micro-batch through one part of the layers.
 
     Attributes:
-        begin_us: begin of the forward pass.
+        begin_us: start of the forward pass.
         end_forward_us: end of that.
         forward: its ops, recomputed parts as if they stood by themselves.
         nodes: runs of autograd's nodes in the backward pass.
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def begin_backward_us(self) -> float:
-        """Begin of the backward pass."""
+        """Start of the backward pass."""
         return self.nodes[0].start_us
 
 

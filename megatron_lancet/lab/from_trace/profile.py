@@ -104,7 +104,7 @@ def _step_ms(steps: Sequence[TracedStep]) -> float:
 
 
 def _slowdown(rank: RankEvents) -> float:
-    """Kernels that compute have the multiprocessors that those of messages leave: a block of these fills one."""
+    """Compute kernels have the multiprocessors that messages do not take: a block of a message fills one."""
     if not rank.num_sms:
         return 1.0
     grids = [kernel.args.get("grid") for kernel in rank.kernels if is_collective(kernel)]
@@ -115,7 +115,7 @@ def _slowdown(rank: RankEvents) -> float:
 def _rest_ms(ranks: Mapping[int, RankEvents], steps: RankSteps, idle_ms: float) -> float:
     """Time of a step outside of passes.
 
-    A stage is idle while the pipeline fills and drains, which is no part of it: there only what is before the first
+    A stage is idle while the pipeline fills and drains. That time does not count: there only what is before the first
     stage's first pass and behind its last one counts.
 
     Args:

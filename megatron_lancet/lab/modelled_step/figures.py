@@ -41,7 +41,7 @@ class ModelledStep:
     Attributes:
         step_ms: of all layers.
         exposed_share: see :class:`Playback`; of the layers that were recorded.
-        ends_ms: time of a step in pairs beyond that of its micro-batches, because at its ends one has no partner.
+        ends_ms: time of a step in pairs beyond its micro-batches, because at its ends a micro-batch has no partner.
     """
 
     step_ms: float
@@ -131,7 +131,7 @@ def _count(which: int, recording: Recording) -> int:
 
 
 def _counts(log: Sequence[Entry]) -> list[int]:
-    """Kernels forward and backward, those of weight gradients, and host waits."""
+    """Kernels of forward, backward and weight gradients, and host waits."""
     passes, collectives, place, is_turn = [0, 0], set(), 0, False
     for entry in log:
         match entry:

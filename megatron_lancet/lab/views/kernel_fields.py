@@ -4,7 +4,7 @@ They are those that Kineto writes: category ``kernel``, the stream, and of a col
 Compute is on one stream, each row of messages on a stream of its own, so that no stream has two kernels at a time.
 What a rank receives is not recorded: as the size of what comes in stands what it sends to others, in bytes. Tools match
 the n-th collective of a process group on one rank with the n-th on the others, so each connection has a name of its
-own: on each the order is that of the plan, between them it is not.
+own: each follows the order of the plan, but they are not ordered against each other.
 """
 
 import json

@@ -58,7 +58,7 @@ def write_rank_traces(record: TimelineRecord, folder: Path) -> list[Path]:
     written = []
     for timeline in record.measured:
         path = folder / f"rank-{timeline.rank}.json"
-        # HTA looks for '"rank": N' with a blank, at the begin of the file.
+        # HTA looks for '"rank": N' with a blank, at the start of the file.
         atomic_write(path, json.dumps(rank_trace(record, timeline)) + "\n")
         written.append(path)
     return written

@@ -1,6 +1,6 @@
 """What micro-batches of documents cost, from a profile of micro-batches of whole samples.
 
-A document's positions attend to it alone. So of a micro-batch's times only that of attention depends on more than its
+A document's positions attend to it alone. So only the attention time of a micro-batch depends on more than its
 tokens: one part of it grows with tokens, the other with pairs of a position and one up to it in the same document.
 
 The ranks of an expert-parallel group wait for each other in every micro-batch. Their micro-batches that run at the same
@@ -9,7 +9,7 @@ time are a column, which is simulated by the plan with
 - the ops on a rank's own tokens as long as on the rank on which they take longest,
 - experts and their weight gradients as long as on the mean number of tokens, since the rows of all ranks are spread
   over all of them,
-- messages as large as those of the rank with the most tokens.
+- messages as large as the messages of the rank with the most tokens.
 
 Left out: rows that experts get unevenly in one micro-batch (the profile's shares hold in each), the time of a kernel
 for many short documents beside that for one long one, and memory.
@@ -146,7 +146,7 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
 def document_cost(profile: Profile, shares: PairShares) -> DocumentCost:
     """The cost of documents on the machine of a profile, as ranks deal them: of their own work only.
 
-    With expert parallelism the rows of a document are spread over all ranks of the group, so that of what its tokens
+    With expert parallelism the rows of a document are spread over all ranks of the group, so of what its tokens
     cost the routed experts are not its rank's.
     """
     whole, work = profiled(profile.model), _work_ms(profile)
@@ -271,7 +271,7 @@ class ColumnTimes:
     def column_ms(self, column: Sequence[MicroBatch]) -> float:
         """Time of the micro-batches that the ranks of an expert-parallel group run at the same time.
 
-        With a pipeline it is that of its slowest stage.
+        With a pipeline it is the time of its slowest stage.
         """
         slowest = max(column, key=self.own_ms)
         most, mean = max(batch.num_tokens for batch in column), fmean(batch.num_tokens for batch in column)
@@ -322,7 +322,7 @@ class ColumnTimes:
         return Simulator(CostModel(column)).predict(self._plan).slot_ms
 
     def _expected_over_simulated(self) -> float:
-        """Expected time of the profiled step over that of equal columns: ranks drift apart, and rows are uneven."""
+        """Expected time of the profiled step over a step of equal columns: ranks drift apart, and rows are uneven."""
         facts, rest_ms = self._profile.model, self._profile.rest_ms
         simulator = Simulator(CostModel(self._profile))
         prediction = simulator.predict(self._plan)

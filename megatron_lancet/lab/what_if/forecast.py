@@ -98,7 +98,8 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(StepEstimate):
-    """The prediction of one plan in one layout; ``exposed_ms`` is that of the slowest stage's rank that waits longest.
+    """The prediction of one plan in one layout; ``exposed_ms`` is the exposed time of the slowest stage's rank that
+    waits longest.
 
     Attributes:
         plan: plan of the whole model; segments end with pipeline stages.

@@ -1,6 +1,6 @@
 """Rows that stand for a token and a group of experts: made of tokens, expanded to a row per expert, and summed again.
 
-Legend of shapes: t tokens, G groups of experts (those of a rank, or of a node), e experts of a group, c = ceil(e / 8)
+Legend of shapes: t tokens, G groups of experts (of a rank, or of a node), e experts of a group, c = ceil(e / 8)
 numbers that hold their choice, d rows (one per token and group that has any of its experts), m rows per expert,
 H hidden size.
 """
@@ -16,7 +16,7 @@ from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 _BITS = 8
-"""Choices in one number: every type of probabilities holds integers of so many bits exactly."""
+"""Choices in one number: every type of probabilities holds integers of this many bits exactly."""
 
 
 class Rows(NamedTuple):
@@ -90,7 +90,7 @@ def through_experts(
         run: maps rows [m, H] and their probabilities [m], ordered by expert, to outputs [m, H].
         choice_d: of :class:`Rows`, for one group of experts.
         rows_per_expert: [e], on the host.
-        order_d: the rows, in the order that those of one expert shall have; None for that of the rows.
+        order_d: the order for rows of one expert; None for the order of the rows.
     """
     num_rows = int(rows_per_expert.sum())
     made = _of_each_expert(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
@@ -204,13 +204,13 @@ class DistinctRoutes:
 
     Attributes:
         splits: distinct rows to and from each rank of the expert-parallel group.
-        rows_by_holder: distinct rows of each rank that holds a part of the same experts, V in all.
+        rows_by_expert_tp_rank: distinct rows of each rank that holds a part of the same experts, V in all.
         rows_per_expert: [e], rows for each local expert, on the host.
-        num_rows: rows per expert that are made of what arrives here, without what other holders gather.
+        num_rows: rows per expert that are made of arriving rows, without rows that other expert-TP ranks gather.
     """
 
     splits: RowSplits
-    rows_by_holder: tuple[int, ...]
+    rows_by_expert_tp_rank: tuple[int, ...]
     rows_per_expert: torch.Tensor
     num_rows: int
 
@@ -233,7 +233,7 @@ class DistinctRoutes:
         per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][-num_experts:]
         return DistinctRoutes(
             splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
-            rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
+            rows_by_expert_tp_rank=tuple(sum(received[tp_rank::tp_size]) for tp_rank in range(tp_size)),
             rows_per_expert=torch.tensor(per_expert),
             num_rows=sum(sum(by_peer[-num_experts:]) for by_peer in counts.received[tp_rank::tp_size]),
         )

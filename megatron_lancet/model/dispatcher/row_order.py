@@ -1,4 +1,4 @@
-"""Moves rows from the order of their sources to that of the experts and back, by one kernel in each direction.
+"""Moves rows from the order of their sources to the order of the experts and back, by one kernel in each direction.
 
 Megatron splits the rows into a part for each source and expert and concatenates the parts: a few views for each of
 them, which cost the host more than the copy takes on a GPU. Here the index of every row is computed on the rows' device
@@ -83,7 +83,7 @@ class RowOrder:
 
 
 class _Reordered(torch.autograd.Function):
-    """Indexed rows, whose gradient is indexed by the inverse: that of ``index_select`` would be added up row by row."""
+    """Indexed rows, whose gradient is indexed by the inverse; ``index_select``'s would be added up row by row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index_m: torch.Tensor, inverse_m: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
 
 
 def planned_gaps(simulator: Simulator, plan: Plan) -> Plan:
-    """The plan with gaps; if it is paired, with those of a pair and with those of a lone backward at the ends."""
+    """The plan with gaps; if it is paired, with the gaps of a pair and of a lone backward at the ends."""
     gaps = best_fit_gaps(simulator, plan)
     if plan.pairing is None:
         return replace(plan, gaps=gaps)

@@ -3,11 +3,11 @@
 Small spaces are searched exhaustively. In others these candidates are simulated: every plan whose layers all run alike
 (*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
 best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan. Of tiles the
-dynamic program gets those of the two fastest uniform plans that have some.
+dynamic program gets the gaps of the two fastest uniform plans that have some.
 
 If backwards may run beside forwards, these plans are also the candidates for the two parts of a paired plan. In very
 small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
-simulate: the best plans and the one of a single chunk everywhere in all micro-batches, then the best of these with
+simulate: the best plans and the plan of a single chunk everywhere in all micro-batches, then the best of these with
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 

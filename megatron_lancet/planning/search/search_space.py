@@ -159,7 +159,7 @@ class SearchSpace:
         return replace(self, choices=tuple(one for one in self.choices if not one.tiles or one in kept))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-        """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
+        """The segments of all runs as a plan's segments, in which layers that run alike read the same for every model.
 
         The last segment is extended to the model's end, and those that a multi-token prediction separates are joined if
         they are alike: its chunks begin anew in any case.

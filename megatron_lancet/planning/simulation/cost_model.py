@@ -3,7 +3,7 @@
 Values of measured chunk counts are used as they are. Values of other chunk counts are interpolated between the
 measured ones of the same dimension, by the size of a chunk. A count of 1 belongs to both dimensions.
 
-Another dispatch than the plain one is profiled with few chunk counts, often only with one. Its costs are those of the
+A dispatch other than plain is profiled with few chunk counts, often only with one. Its costs are the costs of the
 plain dispatch, scaled by the ratio of both in the nearest chunk count that was measured with both.
 """
 
@@ -159,7 +159,7 @@ class CostModel:
     def queued_ms(self, num_bytes: float, kind: OpKind = OpKind.DISPATCH) -> float:
         """Time by which a message arrives after the previous one of its wire if it is queued behind that.
 
-        Args and errors are those of :meth:`message_ms`.
+        Args and errors as in :meth:`message_ms`.
         """
         return 0.0 if self.model.ep_size == 1 else self._wire_of(kind).queued.at(num_bytes)
 
@@ -215,7 +215,7 @@ class CostModel:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
-            rows: received rows for ``experts``, or those of a part of them; tokens of the chunk for other ops.
+            rows: received rows for ``experts``, or the rows of a part of them; tokens of the chunk for other ops.
             dispatch: what all-to-alls carry, without tiles; makes a difference to ops that make, or sum, their rows.
 
         Raises:

@@ -64,9 +64,9 @@ _Event = _Resume | _Ready | LinkEvent
 class Engine:
     """Simulates one phase, forward or backward, of one micro-batch; or backwards with forwards beside them.
 
-    Steps of a forward beside a backward are told by their place (:data:`BESIDE`). Deferred dWs of the backward run in
-    waits of both, but the window of deferral is that of the backward: waits of the forward do not advance it. Where the
-    host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
+    Steps of a forward during a backward are recognised by their place (:data:`BESIDE`). Deferred dWs of the backward
+    run in waits of both, but the backward's window of deferral counts: waits of the forward do not advance it. Where
+    the host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Engine:
             paces: factors of compute time; empty for none.
             buckets: gradients that are reduced beside a backward pass; None for none.
             later_rules: rules of the other backwards, in order.
-            keeps_one_order: whether a host that polls stops, too, in front of a message until earlier dispatches have
+            keeps_one_order: whether a host that polls also stops in front of a message until earlier dispatches have
                 been sent (``runtime/comm.py``).
         """
         self._links = links

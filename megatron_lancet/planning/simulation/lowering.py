@@ -32,9 +32,9 @@ class EndBackward(Verb):
 
 
 _IN_STEPS = (Compute, LaunchCounts, Launch, Wait)
-"""Other verbs take no step of their own: the residual's time is in that of the op which it belongs to."""
+"""Other verbs take no step of their own: the residual's time is in the time of its op."""
 _SLOTS_OF_TILE = 4096
-"""Most messages of one tile of a layer; those of tile t have the slots from t times this on."""
+"""Most messages of one tile of a layer; messages of tile t have the slots from t times this on."""
 _SLOTS = 1024 * _SLOTS_OF_TILE
 """Most messages of a layer."""
 
@@ -50,7 +50,7 @@ class Action:
         backward_ms: like ``forward_ms``, in the backward.
         forward_bytes: bytes of the message that go to other ranks.
         backward_bytes: like ``forward_bytes``, in the backward.
-        forward_queued_ms: delay of the message's arrival after that of the message in front of it on the link.
+        forward_queued_ms: delay of the message's arrival after the arrival of the message in front of it on the link.
         backward_queued_ms: like ``forward_queued_ms``, in the backward.
         weight_grads: dWs that become ready in the backward.
         slot: tells the messages and counts of a layer apart.
@@ -79,7 +79,7 @@ IN_PASS = 2 * BESIDE - 1
 
 
 def at_place(layer: int, micro_batch: int, is_forward: bool) -> int:
-    """The place of a layer in steps of several passes, by which messages of the same name are told apart."""
+    """The place of a layer in steps of several passes, which separates messages of the same name."""
     return layer + is_forward * BESIDE + micro_batch * 2 * BESIDE
 
 

@@ -51,7 +51,7 @@ class RankState:
     num_ended: int = 0
     """Number of backwards that have ended."""
     pending: int | None = None
-    """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
+    """Key of the last dispatch that the host has not launched yet; the only one if counts are also in the order."""
     num_unknown: int = 0
     slowed_until_ms: float = 0.0
     """Up to when compute beside messages is known to be slowed down, or nothing was computed."""

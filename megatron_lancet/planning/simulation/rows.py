@@ -32,7 +32,7 @@ class Loads:
         """Checks and normalises shares; None for equal ones.
 
         Raises:
-            RecordError: the number of shares is not that of the group's ranks, or one is out of range.
+            RecordError: the number of shares is not the number of the group's ranks, or one is out of range.
         """
         given = tuple(shares) if shares else (1.0 / model.ep_size,) * model.ep_size
         if len(given) != model.ep_size:

@@ -55,8 +55,8 @@ class PlanMismatch(RecordError):  # noqa: N818 - the name states the problem
 class Prediction(StepEstimate):
     """An estimate by simulation.
 
-    ``exposed_ms`` is that of the rank that waits longest. ``peak_bytes`` is an upper bound, without activations if the
-    profile has no memory use.
+    ``exposed_ms`` is the exposed time of the rank that waits longest. ``peak_bytes`` is an upper bound, without
+    activations if the profile has no memory use.
 
     Attributes:
         forward_ms: forward time of one micro-batch on the slowest stage, with nothing beside it.
@@ -83,9 +83,9 @@ class Simulation:
 
     Attributes:
         stage: the pipeline stage whose ranks the timelines show.
-        timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is that of the
-            whole step; the pipeline's filling and draining is not shown.
-        waits: waits of one micro-batch, by timeline; with pairing those of one pair in the middle of the step.
+        timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is the time of
+            the whole step; the pipeline's filling and draining is not shown.
+        waits: waits of one micro-batch, by timeline; with pairing the waits of one pair in the middle of the step.
         end_waits: with pairing, waits of the first forward and the last backward, by timeline; else empty.
         same_ranks: by timeline, the number of ranks of the group that it represents.
     """
@@ -175,7 +175,7 @@ class Simulator:
         A simulation at an even pace is too fast: ranks drift apart from op to op, and at every all-to-all the faster
         one waits for the slower. So the plan is simulated with the pace of each layer and rank in each traced step of
         the profile, and the figures are medians over these. (dPRO replays traces of all ranks for the same reason.)
-        The pace is even if the profile has none, or not those of all ranks.
+        The pace is even if the profile lacks the pace of any rank.
         """
         profile, num_ranks = self.costs.profile, len(self.loads.simulated)
         even = self.predict(plan)
@@ -293,7 +293,7 @@ class Simulator:
         return parts
 
     def _play_pairs(self, plan: Plan, end: Played, middle: Stage, record: bool, paces: Paces) -> Played:
-        """Plays the pairs of a step, too, or the first of them."""
+        """Also plays the pairs of a step, or the first of them."""
         is_alike = end.stage is middle
         num_played = min(self.model.num_micro_batches, MAX_PLAYED if is_alike else MAX_PLAYED_WITH_ENDS)
         at_end, in_middle = (Passes(stage.forward, stage.backward) for stage in (end.stage, middle))

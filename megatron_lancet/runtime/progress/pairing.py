@@ -17,7 +17,7 @@ class MicroBatch:
     """A micro-batch of a step in which backwards run beside forwards.
 
     Attributes:
-        number: its number in the step, from 1; with virtual pipeline stages that of its stage's forward.
+        number: its number in the step, from 1; with virtual pipeline stages the number of its stage's forward.
         at_end: whether its forward or its backward has no partner.
         num_waits: messages that its forward waits for, and its backward.
         forward: its forward on the lane.
@@ -171,7 +171,7 @@ class Pairing(Position):
         self._present.mark(doing, op)
 
     def position(self, description: Callable[[str, Op], str]) -> str:
-        """Returns where this rank is: first the one of forward and backward that ran last, or that has failed.
+        """Returns where this rank is: first the pass (forward or backward) that ran last, or that has failed.
 
         Args:
             description: says what was done with an op.
@@ -181,7 +181,7 @@ class Pairing(Position):
         return present.description(description) + beside
 
     def _present_and_other(self) -> tuple[_Side, _Side]:
-        """Returns the one of forward and backward that ran last, and the other."""
+        """Returns the pass (forward or backward) that ran last, and the other."""
         sides = self._forwards, self._backwards
         return sides if self._present is self._forwards else sides[::-1]
 

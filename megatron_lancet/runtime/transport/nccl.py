@@ -90,7 +90,7 @@ class _StreamCounts:
 
 
 class StreamTransport(Transport):
-    """Launches collectives of rows in the order of the calls on one stream, and those of counts on another.
+    """Launches collectives of rows in the order of the calls on one stream, and collectives of counts on another.
 
     The two streams have communicators of their own. All ranks launch the collectives of both in the same order.
     """

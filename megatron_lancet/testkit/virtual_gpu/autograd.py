@@ -46,7 +46,7 @@ class LeafStreams:
             hook()
 
     def join(self) -> None:
-        """Makes the current stream wait for those of all nodes that have run."""
+        """Makes the current stream wait for the streams of all nodes that have run."""
         for stream in self._used:
             self._gpu.current_stream().wait_stream(stream)
         self._used.clear()

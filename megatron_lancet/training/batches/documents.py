@@ -21,12 +21,12 @@ class DocumentBatch:
     """A micro-batch of documents. Every sample is full: its documents follow each other without a gap.
 
     Attributes:
-        tensors: [B, s] each, those of :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
+        tensors: [B, s] each, the :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
             each document, ``loss_mask`` is 1 where a token counts.
         bounds: [documents + 1] int32, where documents begin in the samples laid end to end: 0 ... B * S, no repeats. On
             the host, where the overlapping block reads them without waiting for a device.
         num_samples: B.
-        num_positions: S; the ranks of a context-parallel group hold so many together.
+        num_positions: S, in all ranks of a context-parallel group together.
         longest: positions of the longest document.
     """
 

@@ -37,7 +37,7 @@ _KNOWN_NAMES = {
 
 
 class DamagedIndex(ValueError):  # noqa: N818 - the name states the fault
-    """The file is no list of parts. ``foreign_names`` are those of :class:`Index`, as far as it was read."""
+    """The file is no list of parts. ``foreign_names`` as in :class:`Index`, as far as it was read."""
 
     def __init__(self, reason: str, foreign_names: tuple[str, ...]) -> None:
         super().__init__(reason)

@@ -171,7 +171,7 @@ class Checkpoints:
             step = None
         if step is None:
             return "No checkpoint was saved before."
-        return f"The latest checkpoint there is still that of step {step}: start again with --load {folder}."
+        return f"The latest checkpoint there is still from step {step}: start again with --load {folder}."
 
 
 def _reason(error: BaseException) -> str:

@@ -32,7 +32,7 @@ ASKED_BY = "overlap_moe_expert_parallel_comm"
 def ask_for_pairs(stages: Sequence[LanguageModel], is_paired: bool) -> None:
     """Makes Megatron run the next steps by the schedules for pairs, or by those without them.
 
-    Megatron validates the field when it makes the configuration; its conditions are those of its own overlap.
+    Megatron validates the field when it makes the configuration; its conditions belong to its own overlap.
 
     Args:
         stages: the pipeline stages of this rank.

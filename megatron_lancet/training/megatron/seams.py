@@ -330,7 +330,7 @@ def missing_functions(seams: Iterable[Seam]) -> list[str]:
         if function is None:
             missing.append(where)
             continue
-        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
+        # jit-fused functions are compiled wrappers: the signature belongs to the function inside.
         known = inspect.signature(inspect.unwrap(function)).parameters
         missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
     return missing

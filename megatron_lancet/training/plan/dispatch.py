@@ -42,7 +42,7 @@ def nodes_of(args: argparse.Namespace, config: LancetConfig) -> Nodes | str | No
     per_node = ranks_per_node(args, config)
     if per_node is None:
         return None
-    return nodes_of_group(args.expert_model_parallel_size, _num_holders(args), per_node)
+    return nodes_of_group(args.expert_model_parallel_size, _expert_tp_size(args), per_node)
 
 
 def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> Blocker | None:
@@ -152,8 +152,7 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     blocker = tiles_blocker_of(args, config)
     if config.tiles and blocker is not None:
         raise UsageError(
-            f"{TILES_FLAG} {config.tiles} is not possible: {blocker.reason}. Pass {TILES_FLAG} 0, or "
-            f"{blocker.advice}."
+            f"{TILES_FLAG} {config.tiles} is not possible: {blocker.reason}. Pass {TILES_FLAG} 0, or {blocker.advice}."
         )
     if config.tiles is not None:
         return (config.tiles,), []
@@ -225,7 +224,7 @@ def _layout(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str |
     )
 
 
-def _num_holders(args: argparse.Namespace) -> int:
+def _expert_tp_size(args: argparse.Namespace) -> int:
     return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
 
 
@@ -239,6 +238,6 @@ def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: 
     per_node = ranks_per_node(args, config)
     if per_node in (None, 1):
         return False
-    group_size = args.expert_model_parallel_size * _num_holders(args)
+    group_size = args.expert_model_parallel_size * _expert_tp_size(args)
     is_inside = group_size <= per_node and per_node % group_size == 0
     return args.moe_router_topk > 1 and not is_inside

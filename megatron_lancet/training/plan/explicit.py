@@ -44,8 +44,8 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         blocker = tiles_blocker_of(args, config)
         if blocker is not None:
             raise UsageError(
-                f"--lancet-plan {path} sends rows in tiles, which is not possible here: {blocker.reason}. Make a plan for "
-                f"this run with --tiles 0, or {blocker.advice}."
+                f"--lancet-plan {path} sends rows in tiles, which is not possible here: {blocker.reason}. Make a plan "
+                f"for this run with --tiles 0, or {blocker.advice}."
             )
     _check_segments(content.plan.segments, "", path, args, config)
     if content.plan.is_paired:
@@ -63,7 +63,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 
 def model_of_run(args: argparse.Namespace, config: LancetConfig) -> MadeFor:
-    """Model and layout of this run, to be compared with those of a plan file."""
+    """Model and layout of this run, to be compared with a plan file's."""
     samples, positions = micro_batch_shape(args, config)
     num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
     kinds += kinds[-1:] * num_mtp  # like the last layer

@@ -102,7 +102,7 @@ def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
-    """Combines the user's limits with those of the run.
+    """Combines the user's limits with the run's.
 
     Limits are a product of dimensions and ranges. If sequence chunks work in some ranges only, all ranges are kept and
     the dimension is excluded, unless the batch can't be cut: then only the sequence is left.

@@ -139,7 +139,7 @@ class TuningController:
         return NUM_TUNING_WARM_UP_STEPS + num_profile_steps + NUM_SETTLE_STEPS + 2 * self.num_tune_steps
 
     def note(self, line: str) -> None:
-        """Adds a line for the user to those of the decisions."""
+        """Adds a line for the user to the lines of the decisions."""
         self.lines.append(line)
 
     def take_over(self, plan: Plan, baseline: StepStats | None, prediction: StepEstimate | None, line: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Columns of experts become columns of places by the rule of planning; what can't have replicas is refused."""
+"""Columns of experts become columns of slots by the rule of planning; what can't have replicas is refused."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def test_places_are_those_of_the_rule(source, per_node):
     for expert in range(12):
         for number, token in enumerate(chosen[:, expert].nonzero()[:, 0].tolist()):
             rank = holder_of(in_turn[expert], source, number)
-            expected[token, holders.place(expert, rank)] = True
+            expected[token, holders.slot(expert, rank)] = True
     assert torch.equal(found, expected)
     assert torch.equal(found_probs.sort(1).values[:, -3:], probs.sort(1).values[:, -3:])
     assert torch.equal(found_probs > 0, expected)

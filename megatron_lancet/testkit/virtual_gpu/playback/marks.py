@@ -21,7 +21,7 @@ TURN_BEGINS, TURN_ENDS = "turn begins", "turn ends"
 
 @dataclass(frozen=True)
 class MarkedMessage:
-    """A message between two events, those of its launch and of its arrival.
+    """A message between two events, its launch and its arrival.
 
     Attributes:
         name: op as text.

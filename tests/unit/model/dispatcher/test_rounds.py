@@ -80,8 +80,8 @@ def test_each_row_is_in_one_round_and_no_rank_over_its_limit(seed):
                 seen[source][row] += 1
             check_receivers_expect_what_is_sent(layout, of_round, source, experts_of_rows[source])
         for source, one in enumerate(of_round):
-            assert int(one.rows_by_source.sum()) == sum(one.rows_by_holder) <= limit
-            assert sum(one.splits.received) == one.rows_by_holder[source % layout.holders]
+            assert int(one.rows_by_source.sum()) == sum(one.rows_by_expert_tp_rank) <= limit
+            assert sum(one.splits.received) == one.rows_by_expert_tp_rank[source % layout.holders]
             even = rows[source // layout.holders] / number
             assert abs(int(one.rows_by_source.sum()) - even) < 1
     assert all(number == 1 for own in seen for number in own)

@@ -163,4 +163,4 @@ def test_experts_of_the_node_are_those_at_its_places():
     """Ranks 2 and 3 are the second node; experts 0 and 1 have moved there."""
     loss = LocalityLoss(0.5, Nodes(2, 2)).of_rank(2, 4)
     assert loss.local_experts == (2, 3)
-    assert loss.at_places_of((3, 2, 0, 1)) == LocalityLoss(0.5, Nodes(2, 2)).of_rank(0, 4)
+    assert loss.at_slots_of((3, 2, 0, 1)) == LocalityLoss(0.5, Nodes(2, 2)).of_rank(0, 4)

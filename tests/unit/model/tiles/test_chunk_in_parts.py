@@ -156,7 +156,7 @@ def test_parts_of_even_routes_need_no_counts(holders):
     assert parts.splits(0).sent == parts.splits(0).received == (3, 0)
     of_all = [parts.routes(part).rows_per_expert.tolist() for part in range(3)]
     assert of_all == [[3 * holders, 3 * holders], [3 * holders, 0], [0, 3 * holders]]
-    assert parts.routes(0).rows_by_holder == (6,) * holders
+    assert parts.routes(0).rows_by_expert_tp_rank == (6,) * holders
     assert parts.received_by_source.sum(dim=0).tolist() == [[3, 3]] * (2 * holders)
 
 

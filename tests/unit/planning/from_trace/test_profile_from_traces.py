@@ -293,7 +293,7 @@ def test_incomplete_trace_is_refused_with_the_flags_that_help(name, tmp_path):
 
 def test_ranks_that_recorded_other_steps_are_refused(tmp_path):
     paths = write(tmp_path, Recipe(), Recipe(rank=1, steps=3))
-    with pytest.raises(ValueError, match=r"3 steps of .* where that of rank 0 has 2"):
+    with pytest.raises(ValueError, match=r"3 steps of .* where rank 0 has 2"):
         profile_from_traces(paths)
 
 

@@ -287,7 +287,7 @@ def test_dry_run_shows_the_plan(dry_run):
     paired = dry_run(MIXTRAL, *overlapping, *interleaved, "--lancet-pairing", "on")
     assert paired.plan == [
         "chunks=2 dim=sequence range=stack dw=none dw-window=0 paired",
-        "the activations above include those of the forward beside a backward",
+        "the activations above include a forward that runs during a backward",
     ]
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
     assert "chunks=2 dim=batch" in few.plan[0]
