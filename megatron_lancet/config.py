@@ -214,12 +214,12 @@ class LancetConfig(CheckedFlags):
     )
 
     features: tuple[Feature, ...] = field(default=(), compare=False)
-    """Optional features that the run knows."""
+    """Optional features of the run."""
     settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)
     """Flags of these features."""
 
     def of[Settings: CheckedFlags](self, kind: type[Settings]) -> Settings:
-        """The flags of a feature; their defaults in a run that does not know it."""
+        """The flags of a feature; their defaults in a run without it."""
         found = self.settings.get(kind)
         return found if isinstance(found, kind) else kind()
 

@@ -187,7 +187,7 @@ def _encode_pairs(job: EncodeJob, batch: LineBatch, tokenizer: Any) -> EncodedDo
         if not answer:
             raise UsageError(
                 f"{location}: expected an answer under {job.keys[1]!r}, found none that gives a token; a prompt alone "
-                "has nothing to learn, so remove the line"
+                "has no token to train on, so remove the line"
             )
         ids.append(prompt + answer + eod_ids)
         masks.append([0] * len(prompt) + [1] * (len(answer) + len(eod_ids)))

@@ -57,7 +57,7 @@ def overlap_evaluation(model: LoadedModel, plan: Plan, timeout: timedelta) -> Co
         Counters of its messages.
 
     Raises:
-        UsageError: the model has parts that the overlapping layers don't know, or can't run the plan.
+        UsageError: the overlapping layers don't support a part of the model, or the model can't run the plan.
     """
     assert isinstance(model.module, GPTModel)
     stats = CommStats(model.device)

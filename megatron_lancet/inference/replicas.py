@@ -162,7 +162,7 @@ def _prepared(moe: Any, holders: ExpertHolders, model: LoadedModel, ranks_per_no
 
 @torch.no_grad()
 def _copies(own: torch.nn.ModuleList, holders: ExpertHolders, rank: int) -> list[torch.nn.Module]:
-    """Returns this rank's replicas. Every expert travels from its home to its holders, one after the other."""
+    """Returns this rank's replicas. Every expert is sent from its home rank to its replicas' ranks, one after the other."""
     received = []
     for holder, experts in enumerate(holders.replicas):
         for expert in experts:

@@ -57,7 +57,7 @@ def overlap(
         documents: prepare all attentions for packed documents (``packed_seq_params``), which need the fused kernel.
 
     Raises:
-        UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
+        UsageError: the overlapping block does not support a part of the model, or the plan is another model's.
     """
     own_class = next(filter(None, (part.block_class(model) for part in model_parts())), OverlappingTransformerBlock)
     block: LayersByPlan = adopt(model.decoder, own_class)

@@ -1,4 +1,4 @@
-"""What the layers ask of the documents of packed samples, which an optional part of the model makes.
+"""The interface of the documents of packed samples for the layers; an optional part of the model makes them.
 
 Legend of shapes: S positions of a sequence, B samples, s positions of a chunk, b samples of a chunk, H hidden size, R
 channels of a rotary embedding, T tokens, E experts.

@@ -185,7 +185,7 @@ class LayersByPlan:
         padding_mask: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Runs Megatron's own forward pass, in which attentions know the documents that it does not.
+        """Runs Megatron's own forward pass, with attention that keeps to the documents.
 
         Args:
             forward: takes the other arguments but ``packed_seq_params``; see :meth:`run_layers`.
@@ -299,7 +299,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     """The plan's segments that have any of ``layers``, in order.
 
     Args:
-        layers: layers of a pipeline stage; they know their number in the whole model.
+        layers: layers of a pipeline stage; each has its number in the whole model.
     """
     segments = []
     for segment in plan.segments:

@@ -50,7 +50,7 @@ def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
     """Returns the rows of the first micro-batch of a step that ran under ``plan``, with any dispatch.
 
     In a large group only the rows of unchunked micro-batches: each rank has a number for each other one, and the
-    simulator does not tell the chunks of such a group apart.
+    simulator does not distinguish the chunks of such a group.
     """
     found = {}
     for name, rows in step.routed.items():

@@ -73,7 +73,7 @@ class CommSettings:
             after the other, the second transfers while the first is being used.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
             for no bound.
-        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
+        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while unused.
     """
 
     dispatch: Dispatch = PLAIN

@@ -42,7 +42,7 @@ class Dispatch(Named):
         costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
         measured_as: names of the dispatches whose ops do as much as its own, the nearest first; the plain one comes
             after them.
-        messages: the messages that take the place of the plain dispatch and of the plain combine, of those that travel
+        messages: the messages that replace the plain dispatch and the plain combine, of those that are sent
             farthest.
         similar_ops: ops that the plain dispatch does not have, and plain ones that move rows in the same way.
         needs_nodes: whether messages need connections between nodes and inside a node.

@@ -12,7 +12,7 @@ the forward's next message is in flight while the backward continues. In front o
 the model's head, and turn 0 of the following micro-batch runs too, where there is one: otherwise nothing would be on
 the wire beside the backward of the first layer. (Megatron's combined 1F1B pairs whole layers and has no such rule.)
 
-Both runtime and simulator ask :class:`PairedTurns`, so what runs is what was planned.
+Both runtime and simulator use :class:`PairedTurns`, so the run matches the plan.
 """
 
 from dataclasses import dataclass

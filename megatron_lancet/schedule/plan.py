@@ -220,7 +220,7 @@ class Plan:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the rows of a chunk travel in parts in any segment of any micro-batch."""
+        """Whether the rows of a chunk are sent in tiles in any segment of any micro-batch."""
         return any(segment.tiles for segment in (*self.segments, *self.at_ends.segments))
 
     @property

@@ -102,7 +102,7 @@ class ActivePriority(ActiveFeature):
         stack.enter_context(reductions_in_micro_ops(self._scheduler))
 
     def comm_settings(self) -> Mapping[str, Any]:
-        """Lets all-to-alls tell the scheduler when reductions may be launched."""
+        """Makes all-to-alls notify the scheduler when reductions may be launched."""
         return {"scheduler": self._scheduler}
 
     def observe(self, step: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 A row holds the token, its probabilities for the receiving rank's experts, and which of them it has chosen. The receiver
 makes one row per chosen expert of it, in stock's order, and sums a token's outputs before they go back; so the experts
 and their weight gradients get stock's bits. The backward pass is the mirror: the gradient of a token's output is the
-same for all of its experts, so it travels once, and the gradients of its copies are summed where they were made.
+same for all of its experts, so it is sent once, and the gradients of its copies are summed where they were made.
 What differs from stock is the order of these sums, and with at most two experts per token not even that.
 
 With recompute, the rows per expert are made again and not kept. (DeepEP, HierMoE and TED remove duplicates likewise.)
@@ -86,7 +86,7 @@ class DeduplicatedDispatcher:
     def _count(
         self, routing_map_tE: torch.Tensor, in_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part in front of the rows in all."""
+        """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part, then rows in all."""
         chosen_tPe = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts)
         distinct_P1 = chosen_tPe.any(dim=2).sum(dim=0).unsqueeze(1)
         parts = [] if in_parts is None else [in_parts(chosen_tPe).flatten(1)]

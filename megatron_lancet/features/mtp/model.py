@@ -146,7 +146,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         padding_mask: torch.Tensor | None,
         **inputs: Any,
     ) -> torch.Tensor:
-        """Megatron's own prediction, whose attention knows the documents."""
+        """Megatron's own prediction, whose attention has the documents."""
         run = super()._proj_and_transformer_layer
         if packed_seq_params is None:
             inputs = {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask, **inputs}

@@ -221,7 +221,7 @@ class NoBound(ActiveFeature):
 
 
 class ReceivedRows(NoBound):
-    """Bounds the rows of a run, measures the bound where that is asked for, and says when the first chunk was split."""
+    """Bounds the rows of a run, measures the bound with ``auto``, and reports the first chunk that is split."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""How many rows of a chunk a rank's experts may work on at a time, and the exchange of counts that tells all ranks.
+"""The most rows of a chunk that a rank's experts process at a time, and the exchange of counts with all ranks.
 
-A rank learns by its own counts what it receives. Whether *any* rank would receive too much, all ranks have to know,
-because all take part in the rounds in which the chunk is then sent. So with a limit each rank tells every other one all
+A rank's own counts say what it receives. All ranks need to know whether *any* rank would receive too much, because all
+take part in the rounds in which the chunk is then sent. So with a limit each rank sends every other rank all
 of its counts.
 
 Legend of shapes: t tokens of the chunk, P ranks of the expert-parallel group, V expert tensor parallel size,

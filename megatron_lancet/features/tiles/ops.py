@@ -25,7 +25,7 @@ from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, 
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState, tiling: Tiling, op: Op) -> None:
-    """Launch the exchange of token counts, which tells of distinct rows also how many each expert has of a tile."""
+    """Launch the exchange of token counts, which for distinct rows also has the rows of each expert in each tile."""
     if moe.dispatcher.has_plain_rows:
         moe_layer.launch_counts(moe, x)
         return

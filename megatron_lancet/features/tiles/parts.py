@@ -164,7 +164,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         ]
 
     def _is_own(self, num_peers: int) -> torch.Tensor:
-        """Whether a rank has the same tokens as this rank, [Q, 1]; V ranks that hold the same experts are neighbours."""
+        """Whether a rank has the tokens of this rank, [Q, 1]; V ranks that hold the same experts are neighbours."""
         return (torch.arange(num_peers) // self._tp_size == self.own_rank).unsqueeze(1)
 
     def _on_device(self, on_host: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
 
 
 class PartedDistinctRoutes(PartedRoutes[DistinctRoutes]):
-    """By the deduplicated dispatcher: the sender tells how many rows each expert has, see :func:`count_parts`."""
+    """By the deduplicated dispatcher: the sender also sends the rows of each expert, see :func:`count_parts`."""
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         in_parts = counts[:, 1:].view(len(counts), self.tiling.most_cuts + 1, -1)[:, :-1].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Dispatch and combine in two hops: a token travels once to a node, and there once to a rank.
+"""Dispatch and combine in two hops: a token is sent once to a node, and there once to a rank.
 
 The first hop goes to the rank with the sender's own place on each node that has any of the token's experts. That rank
 makes the rows for the ranks of its node, which include the node's own tokens, and the second hop sends them. On the

@@ -13,13 +13,13 @@ from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
 from megatron_lancet.lab.causes.replay import Cause
 
 NUM_REFERENCE = 8
-"""Windows before the first change can be told."""
+"""Windows before the first change can be reported."""
 MAX_REFERENCE = 24
 """More would only be older: later windows are compared with the first ones, so that a slow change is also reported."""
 NUM_CHANGED = 4
 """Windows that must agree."""
 MIN_SHARE = 0.03
-"""Of a step; a smaller change is not told."""
+"""Of a step; a smaller change is not reported."""
 _NOISES = 5.0
 _PER_MAD = 1.4826
 """Standard deviations of a normal distribution in a median of absolute deviations."""

@@ -86,7 +86,7 @@ def shrink(
     Args:
         num_ranks: of the launch; None if it is not known.
         max_ranks: of the check.
-        padding: whether samples will have padding, which Megatron has no way to tell later pipeline stages.
+        padding: whether samples will have padding, which Megatron does not send to later pipeline stages.
         with_te: whether layers of Transformer Engine stay what they are.
 
     Raises:
@@ -173,7 +173,7 @@ def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, pad
     axes = {name: min(size, _AXIS) for name, size in sizes.items()}
     changes: list[str] = []
     if padding and axes["pipeline"] > 1:
-        changes.append("no pipeline stages: Megatron tells the mask of padding to the first stage only")
+        changes.append("no pipeline stages: Megatron gives the mask of padding to the first stage only")
         axes["pipeline"] = 1
     if padding and axes["context"] > 1 and not args.calculate_per_token_loss:
         changes.append(

@@ -13,7 +13,7 @@ class Mark(NamedTuple):
 
     Attributes:
         name: op, weight gradient, or in the wait lane message; empty for what belongs to no op.
-        weight_grad: the weight gradient that this op also computes and that the host's ops don't tell apart.
+        weight_grad: the weight gradient that this op also computes and that the host's ops don't separate.
         scaled_us: time in it that grows with the number of tokens; the rest is what each launch costs.
         core_us: time in it of the attention's core, which also grows with the number of earlier positions.
     """

@@ -76,7 +76,7 @@ def micro_batches(rank: RankEvents, step: tuple[float, float], num_parts: int | 
     """Returns the micro-batches of one step, in the order of their forward passes.
 
     Args:
-        num_parts: parts of the layers that the rank has; None if it is the first stage, whose embeddings tell.
+        num_parts: parts of the layers that the rank has; None if it is the first stage, which its embeddings show.
 
     Raises:
         TraceLacks: a pass is not there, or something that runs in it is not supported.

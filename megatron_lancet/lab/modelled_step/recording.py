@@ -56,7 +56,7 @@ def gpu_without_values(num_ranks: int, supply: Supply, **parallel_sizes: int) ->
     Enter it inside ``cpu_platform()``.
 
     Args:
-        supply: what the host knows of values, see :class:`MetaGpu`.
+        supply: the values that the host has, see :class:`MetaGpu`.
         parallel_sizes: arguments of Megatron's ``initialize_model_parallel``.
     """
     with mock_world(num_ranks), loopback_counts(), ExitStack() as stack:

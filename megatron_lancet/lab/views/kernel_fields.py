@@ -1,4 +1,4 @@
-"""The fields by which tools for GPU traces (HTA, TraceLens, Perfetto's queries) know kernels and collectives.
+"""The fields by which tools for GPU traces (HTA, TraceLens, Perfetto's queries) recognise kernels and collectives.
 
 They are those that Kineto writes: category ``kernel``, the stream, and of a collective its name, sizes and ranks.
 Compute is on one stream, each row of messages on a stream of its own, so that no stream has two kernels at a time.

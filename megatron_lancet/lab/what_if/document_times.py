@@ -87,7 +87,7 @@ def measured_pair_shares(profile: Profile) -> PairShares:
     """
     if not any(map(_is_first_of_several, profile.ops)):
         raise UsageError(
-            "the profile has no times of attention in chunks along the sequence, which tell what long documents cost. "
+            "the profile has no times of attention in chunks along the sequence, which give the cost of long documents. "
             "Profile the model with such chunks, or pass --attention-cost"
         )
     return PairShares(_fitted_share(profile, Phase.FORWARD), _fitted_share(profile, Phase.INPUT_GRAD))

@@ -1,4 +1,4 @@
-"""What the ops of a layer ask of a dispatcher, whatever a row stands for.
+"""The interface of dispatchers for the ops of a layer, whatever a row stands for.
 
 Legend of shapes: t tokens of the chunk, E experts, Q ranks that exchange counts, c counts for each, N rows sent, M rows
 that the local experts' rank works on, m rows of the local experts, H hidden size.

@@ -166,7 +166,7 @@ def summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Te
 
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Packs bools [d, e] into numbers [d, c]: these travel with the probabilities."""
+    """Packs bools [d, e] into numbers [d, c], which are sent with the probabilities."""
     padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
     values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
     # Where no row is sent, a -1 in the shape would be ambiguous.
@@ -216,7 +216,7 @@ class DistinctRoutes:
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
-        """Rows of a message, from the counts that its receiver is told."""
+        """Rows of a message, from the counts that its receiver gets."""
         return counts[0]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How many rows travel between which ranks; known once the token counts have been exchanged, or in advance.
+"""How many rows are sent between which ranks; known once the token counts have been exchanged, or in advance.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
@@ -16,7 +16,7 @@ from megatron_lancet.runtime.transport.base import TokenCounts
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert. What is made of them on a device is made once, when it is asked for.
+    """Rows of one chunk by rank and by expert. Tensors that are made from them on a device are made once, when first used.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
@@ -51,7 +51,7 @@ class Routes:
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
-        """Rows of a message, from the counts that its receiver is told."""
+        """Rows of a message, from the counts that its receiver gets."""
         return sum(counts)
 
     @staticmethod

@@ -306,7 +306,7 @@ class Planner:
     def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
         """Simulates paired plans; those without pairing have been simulated."""
         plans = [one.plan for one in self._sorted()]
-        # A forward beside the backward fills the same waits as tiles do: both are combined only if tiles are asked for.
+        # A forward beside the backward fills the same waits as tiles do: both are combined only if the user sets tiles.
         untiled = [plan for plan in plans if not plan.has_tiles]
         by_speed = list(dict.fromkeys(plan.segments for plan in untiled or plans))
         options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}

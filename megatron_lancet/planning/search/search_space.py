@@ -23,7 +23,7 @@ class Exclusion:
     """A part of the search space that is not considered, and why, both in words.
 
     Attributes:
-        is_evident: whether the reason is plain from the layout, so that it is said only to those who ask.
+        is_evident: whether the reason is plain from the layout, so only explain_plan prints it.
     """
 
     what: str
@@ -78,7 +78,7 @@ class SearchSpace:
         pairing: allowed values of whether backwards run beside forwards.
         tiled: the choices with tiles, which not every dispatch can have.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
-        rival: another dispatch that may be better, which simulations have to tell; None if there is none.
+        rival: another dispatch that may be better, which simulations decide; None if there is none.
         lost: dispatches that are allowed and possible but not as good, and why.
     """
 

@@ -52,7 +52,7 @@ class _Resume(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """Event: a rank knows how much of a message it has to send."""
+    """Event: a rank has the size of its part of a message."""
 
     rank: RankState
     message: Message

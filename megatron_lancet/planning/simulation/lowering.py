@@ -53,7 +53,7 @@ class Action:
         forward_queued_ms: delay of the message's arrival after the arrival of the message in front of it on the link.
         backward_queued_ms: like ``forward_queued_ms``, in the backward.
         weight_grads: dWs that become ready in the backward.
-        slot: tells the messages and counts of a layer apart.
+        slot: separates the messages and counts of a layer.
         tile: index of the part of the chunk's rows; None for all of them.
     """
 

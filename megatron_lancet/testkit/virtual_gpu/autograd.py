@@ -1,4 +1,4 @@
-"""The streams of autograd, which the engine of a CPU does not know.
+"""The streams of autograd, which the engine of a CPU does not have.
 
 On CUDA a node runs on the stream that was current when it was made. Nodes of a forward pass are made on the stream that
 computes. The accumulation node of a parameter is made by DDP's constructor, on the stream that is current there, and

@@ -16,7 +16,7 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: the run has what does not know documents.
+        UsageError: a part of the run does not support documents.
     """
     if not args.dataloader_inter_document_masking:
         return
@@ -57,7 +57,7 @@ def _check_own_script(args: argparse.Namespace) -> None:
     """Megatron's own pretrain_gpt.py lays the samples of a micro-batch end to end before it shares them out.
 
     Raises:
-        UsageError: the block can't tell them apart again.
+        UsageError: the block can't separate them again.
     """
     if args.spec is None or tuple(args.spec) != OWN_SPEC:
         return

@@ -248,7 +248,7 @@ SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_CHECKPO
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
-"""Attributes of weights that tell DDP to accept their gradients later."""
+"""Attributes of weights that make DDP accept their gradients later."""
 
 _START_GRAD_SYNC = (
     "_coalescing_manager(communication_group, async_ops=async_op) as cm",

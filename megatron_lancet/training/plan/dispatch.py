@@ -103,7 +103,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
 
 
 def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Dispatch, list[str]]:
-    """What the all-to-alls of a plan that is made without measurements carry, and a note if less was asked for.
+    """The dispatch of a plan that is made without measurements, and a note if it is not the requested one.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.
@@ -173,7 +173,7 @@ def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> int:
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
-    """Which rows a run sends that asks for Megatron's deduplicating dispatcher.
+    """The dispatch of a run with Megatron's deduplicating dispatcher.
 
     Args:
         args: Megatron's arguments, validated or not.
@@ -203,7 +203,7 @@ def nodes_to_connect(args: argparse.Namespace, config: LancetConfig, plan: Plan,
 
 
 def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | None:
-    """What to say of two hops where nothing tells which ranks share a node; None if that makes no difference."""
+    """A note on two hops where the nodes are unknown; None if two hops are excluded anyway."""
     if config.dispatch is not None or nodes_of(args, config) is not None:
         return None
     for one in Dispatch.known().values():

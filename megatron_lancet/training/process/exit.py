@@ -121,7 +121,7 @@ def log_and_exit_on_signal(status: RankStatus) -> Iterator[None]:
     A SIGTERM calls ``status.on_sigterm`` instead where that is set.
 
     This works also while the main thread waits inside a collective, where Python's handlers don't run: a separate
-    thread learns of the signal from a pipe. A handler that is installed later, like Megatron's
+    thread reads the signal from a pipe. A handler that is installed later, like Megatron's
     ``--exit-signal-handler``, takes precedence.
     """
     read_end, write_end = os.pipe()
