@@ -6,7 +6,7 @@
 
 At each all-to-all all ranks wait for the one with most rows. "most/mean" is its load over the mean of the ranks. With
 --ranks-per-node the rows that the busiest node exchanges with others count as well. Training reads the file with
---lancet-expert-placement. Replicas are for servers only: docs/design/load.md names the formats.
+--lancet-expert-placement. Replicas are for servers only: docs/features/placement.md names the formats.
 """
 
 import argparse

@@ -41,6 +41,7 @@ _REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = (
     _REPOSITORY / "docs" / "performance.md",
     _REPOSITORY / "docs" / "gpus.md",
+    *(_REPOSITORY / "docs" / "features" / f"{name}.md" for name in ("bins", "dispatch", "placement")),
     _REPOSITORY / "benchmarks" / "RESULTS.md",
 )
 _PRIORITY = "priority-shipped"

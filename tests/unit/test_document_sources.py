@@ -23,7 +23,7 @@ NOT_MEASURED = {
     ("benchmarks/RESULTS.md", "Targets and misses"): "figures of the tables around it, by case",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",
-    ("docs/design/dispatch.md", "Where it pays"): "calculated, by the program below it",
+    ("docs/features/dispatch.md", "Where it pays"): "calculated, by the program below it",
     ("examples/README.md", "Launch scripts"): "sizes of models",
 }
 """Contents of tables with unmeasured numbers, by document and heading."""
