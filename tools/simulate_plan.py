@@ -106,7 +106,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.lengths is not None and (arguments.spans or is_table):
         parser.error("--lengths predicts steps of one layout: drop --spans, --world-sizes and all but one --ep-size")
     if arguments.lengths is not None and arguments.pairing == "auto":
-        arguments.pairing = "off"  # what runs beside a micro-batch of documents is not predicted
+        arguments.pairing = "off"  # what runs next to a micro-batch of documents is not predicted
     if arguments.each_dispatch:
         if not is_table:
             parser.error("--each-dispatch adds columns to a table: pass --world-sizes or several --ep-size too")

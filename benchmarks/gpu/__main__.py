@@ -63,7 +63,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant on each link (20)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed ones before (3)")
     parser.add_argument("--traced", type=int, default=3, help="steps of each under the profiler, on a GPU (3)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample; FILE.jsonl beside it grows as it goes")
+    parser.add_argument("--output", type=Path, help="JSON with every sample; FILE.jsonl next to it grows as it goes")
     return parser.parse_args(words)
 
 

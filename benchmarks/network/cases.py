@@ -38,7 +38,7 @@ def _plain_variants() -> list[Variant]:
 
 
 def _paired_variants() -> list[Variant]:
-    """The backward of a micro-batch beside the forward of the next one."""
+    """The backward of a micro-batch during the forward of the next one."""
     return [
         Variant("paired-k1", paired(fixed_plan(1))),
         Variant("paired-k1-none", paired(fixed_plan(1, DwPolicy.NONE))),
@@ -143,7 +143,7 @@ _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 _UNPAIRED_TOP_4 = ("stock", "dw-only", CHUNKED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
 _PAIRED_TOP_4 = ("stock", CHUNKED, "stock-free", "paired-k1", "dedup-k2", "paired-dedup-k1")
 _TOP_4 = Shape(layers=3, seq_length=96, experts=8, topk=4)
-"""Few tokens, since each has four rows; rows so wide that what travels beside their hidden values is below 1 %."""
+"""Few tokens, since each has four rows; rows so wide that what travels next to their hidden values is below 1 %."""
 _TOP_4_STEPS = replace(_TOP_4, seq_length=64, micro_batches=4)
 _NODES = ("stock", CHUNKED, "stock-free", "dedup-k2", "two-hop-k1", "two-hop-k2")
 _NODES_TOP_4 = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)

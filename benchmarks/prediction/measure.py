@@ -169,7 +169,7 @@ class PredictionBench(Bench):
     def _write_timelines(
         self, case: Case, step: Step, plans: Mapping[str, Plan], simulations: Mapping[str, Simulation]
     ) -> None:
-        """One traced step of each configuration beside what was predicted for it, if asked for."""
+        """One traced step of each configuration next to what was predicted for it, if asked for."""
         if self.job.timelines is None:
             return
         trace = Trace(CPU, dist.get_rank())

@@ -143,7 +143,7 @@ def targets() -> str:
 
 
 def _sequence() -> Iterator[Figure]:
-    """Sequence chunks beside batch chunks."""
+    """Sequence chunks next to batch chunks."""
     for num_chunks in (2, 4):
         row = network()["45"].row(f"sequence-k{num_chunks}")
         if row is not None:

@@ -126,7 +126,7 @@ def schedules_for(model: GPTModel, plan: Plan) -> Callable[[], AbstractContextMa
 
 @contextmanager
 def watched_lane(model: GPTModel, watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, forwards that run beside a backward, on a thread of their own, do so in the context of ``watch``."""
+    """Inside, forwards that are paired with a backward, on a thread of their own, do so in the context of ``watch``."""
     comm = getattr(model.decoder, "comm", None)
     if comm is None:  # stock modules
         yield

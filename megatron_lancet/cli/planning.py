@@ -33,7 +33,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--range", nargs="+", choices=ranges, help=chunked)
     deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"
     add("--dw-policy", nargs="+", choices=policies, help=deferred)
-    pairing = "whether each backward runs beside the next forward: auto lets the prediction decide (default: auto)"
+    pairing = "whether each backward is paired with the next forward: auto lets the prediction decide (default: auto)"
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     carried = (
         "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "

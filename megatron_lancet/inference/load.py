@@ -84,7 +84,7 @@ _SEAMS: tuple[Seam, ...] = (
     (dist_checkpointing, "load", ("sharded_state_dict", "checkpoint_dir")),
     (parallel_state, "initialize_model_parallel", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
 )
-"""Functions of Megatron that this package uses beside those in ``training/megatron/seams.py``."""
+"""Functions of Megatron that this package uses next to those in ``training/megatron/seams.py``."""
 
 _REFUSED = {
     "spec": "--spec, a Python file",

@@ -1,6 +1,6 @@
 """Runs a loaded model with replicas of popular experts.
 
-Megatron's MoE layer keeps its router, its experts' weights and its all-to-alls. Beside its own experts a rank gets
+Megatron's MoE layer keeps its router, its experts' weights and its all-to-alls. Next to its own experts a rank gets
 copies of others' weights, the layer's dispatcher counts slots instead of experts, and a hook behind the router turns
 the columns of experts into columns of slots (``planning/load/replicas.py`` has the rule). A token's output is the same
 sum of the same experts' outputs; a GEMM over another number of rows may round its last bit differently.
@@ -162,7 +162,10 @@ def _prepared(moe: Any, holders: ExpertHolders, model: LoadedModel, ranks_per_no
 
 @torch.no_grad()
 def _copies(own: torch.nn.ModuleList, holders: ExpertHolders, rank: int) -> list[torch.nn.Module]:
-    """Returns this rank's replicas. Every expert is sent from its home rank to its replicas' ranks, one after the other."""
+    """Returns this rank's replicas.
+
+    Every expert is sent from its home rank to its replicas' ranks, one after the other.
+    """
     received = []
     for holder, experts in enumerate(holders.replicas):
         for expert in experts:

@@ -13,7 +13,7 @@ micro-batch: the norm of the layer before it, the embedding of the next tokens a
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
-dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
+dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Next to the layers: ``embedding``
 and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
 chunks and back).
 """
@@ -220,7 +220,7 @@ class MemoryUse:
     """Activations that a layer's chunks keep from forward to backward.
 
     Attributes:
-        layer_kind: kind of the layer; none for activations beside the layers.
+        layer_kind: kind of the layer; none for activations outside the layers.
         saved_bytes: activations of one micro-batch, all chunks together.
         dispatch: what all-to-alls carried; plain for layers without experts.
     """
@@ -291,7 +291,7 @@ class StepPace:
     Ranks differ slightly in pace, and at each all-to-all the others wait for the slowest one.
 
     Attributes:
-        forward: factor of forward ops, by layer (0 beside the layers) and rank.
+        forward: factor of forward ops, by layer (0 outside the layers) and rank.
         backward: factor of backward ops, by layer and rank.
     """
 
@@ -312,7 +312,7 @@ class Profile:
         measured_steps_ms: step time of each plan that was run for the profile, by the plan's text, for comparison.
         routing: routing of one micro-batch, by layer and chunk of each plan that was run; empty if unknown.
         paces: paces of some traced steps that are representative of all; empty if unknown.
-        gradients: gradient reduction beside the backward pass; None if it is part of ``rest_ms``.
+        gradients: gradient reduction during the backward pass; None if it is part of ``rest_ms``.
         expert_load: load of the experts in the traced steps; None if unknown.
     """
 

@@ -58,7 +58,7 @@ class ExposedTable:
         predicted_ms: prediction of the cost model; None without one.
         before_ms: time under the previous plan; None without one.
         chunks: chunks by layer, those outside the layers last, then by chunk number.
-        weight_grads: how much of the step's weight gradients ran beside messages; None if it had none of their own.
+        weight_grads: how much of the step's weight gradients ran during messages; None if it had none of their own.
     """
 
     measured_ms: float

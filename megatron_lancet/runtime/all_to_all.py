@@ -50,13 +50,14 @@ class AllToAll:
         return ticket
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the received rows, [M, ...] of each tensor. A backward beside this forward runs first."""
+        """Returns the received rows, [M, ...] of each tensor. A backward paired with this forward runs first."""
         is_sent = self.wait_for_launch()
         assert is_sent, f"the rows of {self.op} were not sent in one message"
         return self.received(ticket)
 
     def wait_for_launch(self) -> bool:
-        """Waits until the splits are known, which comes before :meth:`received`. A backward beside this forward first.
+        """Waits until the splits are known, which comes before :meth:`received`. A backward paired with this forward
+        first.
 
         Returns:
             Whether the rows are sent in this message. Else the caller moves them, and calls :meth:`return_gradients`.
@@ -110,7 +111,7 @@ class AllToAll:
 
 
 def wait_in_forward(comm: Comm, op: Op, handle: Handle) -> tuple[torch.Tensor, ...]:
-    """Returns the rows of a forward's message, behind dWs of a backward beside this forward."""
+    """Returns the rows of a forward's message, behind dWs of a backward paired with this forward."""
     if comm.store is not None:
         if handle.on_cuda:
             comm.store.run_planned(op)

@@ -69,8 +69,8 @@ class CommSettings:
         dispatch: what all-to-alls carry.
         keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
             has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
-            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
-            after the other, the second transfers while the first is being used.
+            backward paired with it share the link, arrive at about the same time, and leave the link idle afterwards;
+            one after the other, the second transfers while the first is being used.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
             for no bound.
         expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while unused.
@@ -133,7 +133,7 @@ class Comm:
         self._launching = threading.Lock()
 
     def named(self, plan: Plan) -> str:
-        """The text of a plan, with what changes results beside it."""
+        """The text of a plan, with what changes results next to it."""
         return f"{plan}{self.comm_dtype.in_name}"
 
     def use(self, settings: CommSettings) -> None:

@@ -34,7 +34,7 @@ class CommTimes:
             rows than ``--lancet-max-expert-rows``.
         most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
-            beside it: on the CPU while it was in flight.
+            next to it: on the CPU while it was in flight.
             On CUDA the host has only enqueued them there; the message may have arrived before they ran.
         num_dw_early: deferred dWs that ran before their gap, because memory for them was bounded.
         num_dw_late: deferred dWs that ran behind the wait that ended their window, or at the end of a backward pass.

@@ -11,8 +11,8 @@ that both branches are complete when it is reached.
 Everything between two reports is one op, except for the waits and deferred weight gradients cut out of it. On CUDA
 points in time are events on the compute stream, resolved at the end of the step.
 
-A forward that runs beside a backward has a log of its own. Each hand-over from one to the other is in both logs, and
-the time of the other is cut out of an op like a wait.
+A forward that is paired with a backward has a log of its own. Each hand-over from one to the other is in both logs,
+and the time of the other is cut out of an op like a wait.
 """
 
 import os
@@ -56,7 +56,7 @@ class What(Enum):
     RESUME = auto()
     """The wait or weight gradient ends."""
     LEAVE = auto()
-    """The forward beside this backward, or the backward beside this forward, runs from here on."""
+    """The forward paired with this backward, or the backward paired with this forward, runs from here on."""
     RETURN = auto()
     """This one runs again."""
 

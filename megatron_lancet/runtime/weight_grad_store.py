@@ -268,7 +268,7 @@ class WeightGradStore:
             self._run_in_gap(task)
 
     def run_planned(self, op: Op) -> None:
-        """Runs the dWs planned for ``op``, a message of the forward beside the backward."""
+        """Runs the dWs planned for ``op``, a message of the forward paired with the backward."""
         self._queue.begin_gap(str(op))
         while (task := self._queue.take_planned()) is not None:
             self._run_in_gap(task)

@@ -1,4 +1,4 @@
-"""How the rows of a chunk get to their experts and back: which messages a layer has, and which ops beside them.
+"""How the rows of a chunk get to their experts and back: which messages a layer has, and which ops next to them.
 
 A plan has one :class:`Dispatch`. :data:`PLAIN` sends what stock sends. The others are features, which ``registry.py``
 names. What a dispatch costs says its class of costs, which the planner loads and the model does not need.

@@ -20,7 +20,7 @@ class LayerKind(StrEnum):
     MTP = "mtp"
     """Op and weight that precede the layer of a multi-token prediction; the layer is one of the others."""
     NONE = "none"
-    """Ops and weights beside the layers: embedding, head."""
+    """Ops and weights outside the layers: embedding, head."""
 
     @property
     def has_experts(self) -> bool:

@@ -3,7 +3,7 @@
 An op has the same name in plans, traces, timelines, errors and reports.
 
 An op prints as ``L3.c0.F.experts`` (layer 3, chunk 0, forward, experts), ``L3.W.mlp.linear_fc1`` (the weight gradient
-of a layer's linear layer, all chunks) or ``F.head`` (beside the layers), and is parsed from that string again.
+of a layer's linear layer, all chunks) or ``F.head`` (outside the layers), and is parsed from that string again.
 """
 
 import re
@@ -125,7 +125,7 @@ class Op:
     """One op, for example ``L3.c0.F.dispatch``.
 
     Attributes:
-        layer: Megatron's global layer number, from 1; None for an op beside the layers.
+        layer: Megatron's global layer number, from 1; None for an op outside the layers.
         chunk: index of the chunk in its micro-batch, from 0; None for an op of all chunks.
         phase: forward, input gradient (dX) or weight gradient (dW).
         kind: an :class:`OpKind`; of a weight gradient the weight's name inside its layer, or in the model.

@@ -132,7 +132,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The backward of each micro-batch runs beside the forward of the next one, see ``schedule/pairing.py``.
+    """The backward of each micro-batch runs during the forward of the next one, see ``schedule/pairing.py``.
 
     At the two ends of a step a micro-batch has a forward or a backward without such a partner. With gradient
     accumulation these are the first and the last one, with pipeline stages the micro-batches of the warm-up and of the
@@ -162,7 +162,7 @@ class Plan:
         dw_memory_bytes: memory that deferred dWs may keep alive on a rank; None for no bound other than the window.
             If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
         gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
-        pairing: what else holds if backwards run beside forwards; None if micro-batches run one after the other.
+        pairing: what else holds if backwards are paired with forwards; None if micro-batches run one after the other.
         dispatch: what all-to-alls carry, in all micro-batches.
     """
 
@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def is_paired(self) -> bool:
-        """Whether backwards run beside forwards."""
+        """Whether backwards are paired with forwards."""
         return self.pairing is not None
 
     @property
@@ -262,7 +262,7 @@ class Plan:
 
 
 def paired(middle: Plan, ends: Plan | None = None) -> Plan:
-    """A plan that runs each backward beside the next forward.
+    """A plan that runs each backward paired with the next forward.
 
     Args:
         middle: settings of the micro-batches in the middle of a step, without pairing.

@@ -61,7 +61,7 @@ class OverlapSetup:
             layout: the same for all plans of the run, to count bytes that leave a node; None if it is unknown.
             documents: whether samples are made of documents, which do not attend to each other.
             features: the run's features, which change the prepared model; read when it is built.
-            same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
+            same_on_all_ranks: plain values by name that all ranks must have, in addition to the plan.
         """
         self.plan = plan
         self.nodes = nodes

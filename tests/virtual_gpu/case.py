@@ -1,4 +1,4 @@
-"""One small model on the virtual GPU, beside stock on the same weights: gradients, and what the GPU found."""
+"""One small model on the virtual GPU, next to stock on the same weights: gradients, and what the GPU found."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

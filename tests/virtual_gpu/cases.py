@@ -40,7 +40,7 @@ FORWARD_GAPS = (
     Gap("L2.c0.F.dispatch", ("L3.W.self_attention.linear_proj",)),
     *GAPS[2:],
 )
-"""dWs that run in waits of the forward beside their backward, and in a wait of the latter."""
+"""dWs that run in waits of the forward paired with their backward, and in a wait of the latter."""
 EACH_LATE = (("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
 """Without a step in which no stream is late: a missing order shows in each step alike, see ``virtual_gpu/order.py``."""
 COMPUTE_LATE = (("compute",),)

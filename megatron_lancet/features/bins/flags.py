@@ -33,7 +33,7 @@ class BinsFlags(CheckedFlags):
         at_least=0,
         unchecked="",
         metavar="RATIO",
-        advice="0: attention costs nothing beside the rest.",
+        advice="0: attention costs nothing.",
         help="with --lancet-pack-documents, time of one query-key pair over the time of a token without attention. "
         "Default: from the FLOP of the model's sizes.",
     )

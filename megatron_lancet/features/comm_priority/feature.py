@@ -67,8 +67,8 @@ class Priority(Feature):
         is_interleaved = bool(args.virtual_pipeline_model_parallel_size)
         if part is PlanPart.PAIRING and is_interleaved and wanted is not CommPriority.OFF:
             yield PlanBlocker(
-                f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward beside a backward "
-                "among those that this backward still has to do",
+                f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward paired with a "
+                "backward among those that this backward still has to do",
                 f"drop {FLAG}",
             )
 

@@ -42,7 +42,7 @@ from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_ro
 
 FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2
-"""Chunks' worth of memory for the one that is worked on, beside what is kept of it."""
+"""Chunks' worth of memory for the one that is worked on, in addition to what is kept of it."""
 KEY = "max_expert_rows"
 """In ``report.json``."""
 

@@ -28,7 +28,7 @@ _FEATURES = {
     "multi-token prediction": ("--mtp-num-layers",),
     "latent attention": ("--multi-latent-attention", "--qk-layernorm"),
 }
-"""What is removed, one at a time, beside the axes, where a launch has it: its flags."""
+"""What is removed, one at a time, next to the axes, where a launch has it: its flags."""
 
 
 class Verdict(StrEnum):

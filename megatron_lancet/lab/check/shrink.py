@@ -67,7 +67,7 @@ class Shrunk:
         words: flags of the model and of training, without the layout.
         ours: flags of the overlap.
         layout: the launch's axes, each of at most two ranks.
-        changes: what is different from the launch beside its sizes, for the user.
+        changes: what is different from the launch apart from its sizes, for the user.
         documents: whether samples are made of documents, which do not attend to each other.
     """
 

@@ -54,7 +54,7 @@ def device_marks(
     for kernel, mark in launched:
         if is_collective(kernel):
             if mark.lane is not Lane.WAIT:
-                # A reduction of gradients, beside everything else; or a message of tensor or context parallelism, for
+                # A reduction of gradients, next to everything else; or a message of tensor or context parallelism, for
                 # which the next kernel of the compute stream waits: that gap belongs to the op of this kernel.
                 continue
             messages.append((mark.name, kernel))

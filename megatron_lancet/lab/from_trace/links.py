@@ -23,7 +23,7 @@ def link_times(ranks: Mapping[int, RankEvents], steps: RankSteps, slowdown: floa
 
     Args:
         ranks: one trace of each recorded rank.
-        slowdown: factor by which a message makes compute beside it slower, which a stock run does not show.
+        slowdown: factor by which a message slows down concurrent compute, which a stock run does not show.
 
     Raises:
         TraceLacks: the traces of a group's ranks are not of the same steps.

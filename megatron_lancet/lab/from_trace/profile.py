@@ -31,7 +31,7 @@ def profile_from_traces(paths: Sequence[Path], slowdown: float | None = None) ->
 
     Args:
         paths: one or more of each rank that was recorded; one rank is enough.
-        slowdown: factor by which a message makes compute beside it slower; None for what the kernels of messages take
+        slowdown: factor by which a message slows down concurrent compute; None for what the kernels of messages take
             of a GPU's multiprocessors, and 1 on the CPU.
 
     Raises:

@@ -31,7 +31,10 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention
 
 BACKWARD = "backward"
-"""Name of the mark between the passes. What runs behind it is a backward pass, but for turns of forwards beside it."""
+"""Name of the mark between the passes.
+
+What runs behind it is a backward pass, but for turns of forwards paired with it.
+"""
 
 _TIMEOUT = timedelta(minutes=10)
 

@@ -12,7 +12,7 @@ time are a column, which is simulated by the plan with
 - messages as large as the messages of the rank with the most tokens.
 
 Left out: rows that experts get unevenly in one micro-batch (the profile's shares hold in each), the time of a kernel
-for many short documents beside that for one long one, and memory.
+for many short documents next to that for one long one, and memory.
 """
 
 import dataclasses
@@ -87,8 +87,8 @@ def measured_pair_shares(profile: Profile) -> PairShares:
     """
     if not any(map(_is_first_of_several, profile.ops)):
         raise UsageError(
-            "the profile has no times of attention in chunks along the sequence, which give the cost of long documents. "
-            "Profile the model with such chunks, or pass --attention-cost"
+            "the profile has no times of attention in chunks along the sequence, which give the cost of long "
+            "documents. Profile the model with such chunks, or pass --attention-cost"
         )
     return PairShares(_fitted_share(profile, Phase.FORWARD), _fitted_share(profile, Phase.INPUT_GRAD))
 
@@ -242,8 +242,8 @@ class ColumnTimes:
         """
         if plan.is_paired:
             raise UsageError(
-                "a plan with pairing can't be predicted for documents: each backward runs beside another micro-batch. "
-                "Pass --pairing off, or another plan"
+                "a plan with pairing can't be predicted for documents: each backward is paired with another "
+                "micro-batch. Pass --pairing off, or another plan"
             )
         self._profile, self._plan, self._shares, self._base = profile, plan, shares, base
         self._multiple = profile.model.token_multiple

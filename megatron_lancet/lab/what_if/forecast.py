@@ -104,7 +104,7 @@ class Forecast(StepEstimate):
     Attributes:
         plan: plan of the whole model; segments end with pipeline stages.
         bubble_ms: time for which a step waits for other pipeline stages.
-        gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run beside the
+        gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run during the
             backward pass, by simulation.
     """
 

@@ -14,7 +14,7 @@ Conversion of the parts:
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
   holds the profiled run's, so only the difference is added. Nothing of it is hidden, unless the profile says
-  that gradients are reduced beside the backward pass: then the simulator shows what stays.
+  that gradients are reduced during the backward pass: then the simulator shows what stays.
 - **pipeline**: layers are split evenly; multi-token predictions stay behind the last one. 1F1B: (m + p - 1) times the
   slowest stage's micro-batch, m micro-batches, p stages (Narayanan et al., "Efficient Large-Scale Language Model
   Training on GPU Clusters", 2021, section 2.2.1), which is what the simulator computes, and two passes of p - 1

@@ -166,7 +166,7 @@ def predict_packings(
 
     Args:
         ways: by name; the others are compared with the first.
-        beside_ms: of a step beside its micro-batches: optimizer and reductions that nothing hides.
+        beside_ms: of a step next to its micro-batches: optimizer and reductions that nothing hides.
 
     Raises:
         UsageError: there are fewer documents than micro-batches.

@@ -56,7 +56,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class RouterLoss(Protocol):
-    """A loss beside Megatron's balancing losses, of one rank's tokens of a micro-batch."""
+    """A loss next to Megatron's balancing losses, of one rank's tokens of a micro-batch."""
 
     @property
     def name(self) -> str:

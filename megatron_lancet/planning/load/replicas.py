@@ -22,7 +22,8 @@ class ExpertHolders:
 
     Attributes:
         num_experts: E.
-        replicas: of each rank, the experts that it holds beside its own, in ascending order; equally many everywhere.
+        replicas: of each rank, the experts that it holds in addition to its own, in ascending order; equally many
+            everywhere.
     """
 
     num_experts: int

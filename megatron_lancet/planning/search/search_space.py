@@ -41,7 +41,7 @@ class Limits:
         ranges: allowed parts of a segment that run in chunks.
         dw_policies: allowed policies for weight gradients.
         dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
-        pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
+        pairing: whether backwards may be paired with forwards; both, or the only one that is allowed.
         dispatches: what all-to-alls may carry.
         tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
             tiles was profiled. Chunks have tiles only if they must.
@@ -75,7 +75,7 @@ class SearchSpace:
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
-        pairing: allowed values of whether backwards run beside forwards.
+        pairing: allowed values of whether backwards are paired with forwards.
         tiled: the choices with tiles, which not every dispatch can have.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
         rival: another dispatch that may be better, which simulations decide; None if there is none.
@@ -301,9 +301,9 @@ def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) 
 
 
 def _unpairable(model: ModelFacts) -> str | None:
-    """Why no backward can run beside a forward; None if some can."""
+    """Why no backward can run during a forward; None if some can."""
     if model.num_micro_batches == 1:
-        return "a step has one micro-batch, so no other runs forward beside its backward"
+        return "a step has one micro-batch, so no other runs forward paired with its backward"
     num_stages = len(set(model.stage_of_layer))
     if num_stages > 1 and len(list(groupby(model.stage_of_layer))) == num_stages:
         return "pipeline stages without virtual ones would have to keep up to twice as many micro-batches"

@@ -177,7 +177,7 @@ class CostModel:
         """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank.
 
         Args:
-            layer: global layer number; 0 beside the layers.
+            layer: global layer number; 0 outside the layers.
         """
         layer_kind = self.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
         return self._gradients.get((layer_kind, name)) or self._gradients[LayerKind.MTP, name]

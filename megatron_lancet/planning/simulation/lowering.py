@@ -71,9 +71,9 @@ class Action:
 
 
 Step = tuple[type[Verb], int, Action]
-"""Verb, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
+"""Verb, place and action. The place is the global layer number, 0 outside the layers; in pairs see :func:`at_place`."""
 BESIDE = 1 << 20
-"""Bit of a place: the step belongs to a forward that runs beside a backward."""
+"""Bit of a place: the step belongs to a forward that is paired with a backward."""
 IN_PASS = 2 * BESIDE - 1
 """Mask of a place: layer number and :data:`BESIDE`, without the micro-batch."""
 
@@ -84,7 +84,7 @@ def at_place(layer: int, micro_batch: int, is_forward: bool) -> int:
 
 
 def layer_at(place: int) -> int:
-    """The global layer number of a place; 0 beside the layers."""
+    """The global layer number of a place; 0 outside the layers."""
     return place & (BESIDE - 1)
 
 

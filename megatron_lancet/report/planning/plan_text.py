@@ -125,7 +125,7 @@ def head_lines(content: PlanFile) -> Iterator[str]:
     if not content.plan.dispatch.is_plain:
         yield f"dispatch: {content.plan.dispatch}, {content.plan.dispatch.description}"
     if content.plan.is_paired:
-        yield "pairing: each backward runs beside the forward of the next micro-batch"
+        yield "pairing: each backward is paired with the forward of the next micro-batch"
 
 
 def plan_lines(content: PlanFile) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """NCCL transport: rows in launch order on one stream next to the compute stream, token counts on another.
 
-Both streams have the highest priority: a collective that is launched beside a large kernel gets multiprocessors as soon
+Both streams have the highest priority: a collective that is launched during a large kernel gets multiprocessors as soon
 as blocks of that kernel end, not when all of them have been placed.
 """
 

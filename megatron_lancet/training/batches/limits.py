@@ -65,7 +65,7 @@ def _check_own_script(args: argparse.Namespace) -> None:
         f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
         f"--sequence-parallel and --micro-batch-size {args.micro_batch_size}": args.sequence_parallel
         and args.micro_batch_size > 1,
-        # Megatron would give later stages the hidden states in the shape of samples beside each other.
+        # Megatron would give later stages the hidden states in the shape of samples next to each other.
         f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
         f"{args.micro_batch_size}": args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
     }

@@ -33,7 +33,7 @@ _KNOWN_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-"""All names that torch 2.11 to 2.15 write into the list of parts, beside dtypes."""
+"""All names that torch 2.11 to 2.15 write into the list of parts, next to dtypes."""
 
 
 class DamagedIndex(ValueError):  # noqa: N818 - the name states the fault

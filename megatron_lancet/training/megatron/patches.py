@@ -211,7 +211,7 @@ def optimizer_of_steps(take: Callable[[Any], None]) -> AbstractContextManager[No
 
 
 def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
-    """Lets Megatron log further losses of routers beside its own, which it names one by one.
+    """Lets Megatron log further losses of routers in addition to its own, which it names one by one.
 
     Args:
         names: by which routers record them.

@@ -1,4 +1,4 @@
-"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can run beside the next forward."""
+"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can be paired with the next forward."""
 
 import argparse
 from collections.abc import Iterator

@@ -124,9 +124,9 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
 def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:
     """Yields notes on why micro-batches are not cut by default."""
     if along.most_chunks < along.size:
-        yield f"a micro-batch of {along.size} {along.units} stays whole, because {along.why}"
+        yield f"a micro-batch of {along.size} {along.units} is not cut, because {along.why}"
     if dim is ChunkDim.BATCH:
-        whole = "a micro-batch of 1 stays whole, because " if along.size == 1 else ""
+        whole = "a micro-batch of 1 is not cut, because " if along.size == 1 else ""
         yield f"{whole}sequence chunks do not work with {blockers[0] if blockers else '--lancet-chunk-dim batch'}"
 
 

@@ -169,7 +169,7 @@ def _watch(read_end: int, status: RankStatus) -> None:
         if number == signal.SIGTERM and (ask := status.on_sigterm) is not None:
             ask()
             continue
-        # A launcher stops the ranks that wait beside one that refused its arguments: they print nothing.
+        # A launcher stops the ranks that wait next to one that refused its arguments: they print nothing.
         if number == signal.SIGINT or status.describe is not None:
             say(f"error: {signal.Signals(number).name} ended {status}")
         _exit(_SIGNALLED_EXIT_CODE + number)

@@ -19,7 +19,8 @@ _PATIENCE_S = 20.0
 
 
 def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Decide whether SIGTERM saves and ends the run, and pass that to Megatron, whose data loaders' workers then ignore it.
+    """Decide whether SIGTERM saves and ends the run, and pass that to Megatron, whose data loaders' workers then ignore
+    it.
 
     SIGTERM does so with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for one of
     Megatron's handlers. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would

@@ -1,4 +1,4 @@
-"""What a profile of plain steps says about two hops, beside what a step in two hops sends: four ranks as two nodes."""
+"""What a profile of plain steps says about two hops, next to what a step in two hops sends: four ranks as two nodes."""
 
 from typing import Any
 

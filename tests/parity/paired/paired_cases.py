@@ -1,7 +1,7 @@
 """Models and plans with pairing that are compared with stock Megatron.
 
-They are chosen by what may differ when a forward runs beside another micro-batch's backward: state that a layer keeps
-from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
+They are chosen by what may differ when a forward is paired with another micro-batch's backward: state that a layer
+keeps from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
+"""Models and plans of the comparison with Transformer Engine's layers, next to ``parity/gradients/variants.py``."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ LOCAL_ONLY = (
     *("no-balancing", "seq-aux-loss", "global-aux-loss", "top-1", "group-limited", "fp32-router", "fp64-router"),
     "frozen-router-embedding-output",
 )
-"""Further ones: compared with local layers, and drawn beside Transformer Engine's in ``mocked/test_random_configs``."""
+"""Further ones: compared with local layers, and drawn in ``mocked/test_random_configs``."""
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> 
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
-    """All that is compared: overrides beside :data:`TE`, and the plan, by name."""
+    """All that is compared: overrides in addition to :data:`TE`, and the plan, by name."""
     cuts: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [*CUTS]
     cuts += [(name, settings, k, {}) for name, settings in {**VARIANTS, **FORCED}.items() for k in _chunk_counts(name)]
     for name, settings in MODELS.items():

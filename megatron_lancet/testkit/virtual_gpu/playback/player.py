@@ -306,7 +306,7 @@ class _Met:
         """When a kernel runs.
 
         Args:
-            alone_us: its duration with no message beside it.
+            alone_us: its duration with no concurrent message.
             speed: while a message of another stream is on the wire.
         """
         if stream not in self._by_stream:

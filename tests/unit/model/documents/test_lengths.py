@@ -1,4 +1,4 @@
-"""Parts of documents, and attention to them, beside attention with a mask."""
+"""Parts of documents, and attention to them, during attention with a mask."""
 
 from itertools import accumulate, pairwise
 

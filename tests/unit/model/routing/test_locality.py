@@ -115,7 +115,7 @@ def test_a_loss_per_chunk_would_be_another_one(router):
 
 
 def test_without_the_loss_nothing_changes_to_the_bit(router):
-    """Beside a balancing loss; and with it, that loss's gradient is still there."""
+    """Next to a balancing loss; and with it, that loss's gradient is still there."""
     balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     plain = whole(router(locality=None, **balance), hidden_states())
     both = whole(router(**balance), hidden_states())

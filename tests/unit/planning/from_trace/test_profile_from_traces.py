@@ -270,9 +270,9 @@ REFUSED = {
         "1 product of matrices in the backward .*without --delay-wgrad-compute",
     ),
     "shared experts": (
-        Recipe(oddity="shared experts beside messages"),
+        Recipe(oddity="shared experts during messages"),
         (),
-        "a linear layer beside an all-to-all .*without --moe-shared-expert-overlap",
+        "a linear layer during an all-to-all .*without --moe-shared-expert-overlap",
     ),
     "no groups": (Recipe(groups={}), (), "no process group EXPERT_MODEL_PARALLEL_GROUP"),
     "dropped tokens": (Recipe(sent=(100, 20)), (), "a dispatch of 120 rows for 128 tokens with 2 experts each"),

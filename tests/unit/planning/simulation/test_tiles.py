@@ -99,9 +99,9 @@ def test_messages_of_tiles_have_names_and_wait_for_one_counts():
 
 
 def test_a_step_with_one_tile_takes_what_its_lanes_take():
-    """Attention 1; the message 4.5; half of the own rows 2 beside it; tile 4; back 4.5, beside it the other half.
+    """Attention 1; the message 4.5; half of the own rows 2 next to it; tile 4; back 4.5, next to it the other half.
 
-    The backward is the mirror: 4.5, beside it 2; 4; 4.5, beside it 2 and the weight gradient of 3; attention 1.
+    The backward is the mirror: 4.5, next to it 2; 4; 4.5, next to it 2 and the weight gradient of 3; attention 1.
     """
     simulator = Simulator(CostModel(synthetic_profile(MACHINE)))
     one_way = 1 + 4.5 + 4 + 4.5

@@ -127,8 +127,8 @@ TE_SCRIPTS = {
         "--cross-entropy-fusion-impl is native instead of te",
     ),
 }
-"""Arguments of our own beside those of a list, and a part of a line on what is changed. None names the layers: they are
-Transformer Engine's by default."""
+"""Arguments of our own next to those of a list, and a part of a line on what is changed. None names the layers: they
+are Transformer Engine's by default."""
 
 
 @pytest.mark.parametrize(("more", "change"), TE_SCRIPTS.values(), ids=TE_SCRIPTS.keys())

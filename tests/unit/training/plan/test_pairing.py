@@ -1,4 +1,4 @@
-"""``--lancet-pairing``: which runs may run backwards beside forwards, and the lines that say why others don't."""
+"""``--lancet-pairing``: which runs may pair backwards with forwards, and the lines that say why others don't."""
 
 import pytest
 
@@ -100,8 +100,8 @@ BLOCKED = {
     "priority of all-to-alls": (
         [*INTERLEAVED, "--overlap-grad-reduce"],
         (PRIORITY,),
-        "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward beside "
-        "a backward",
+        "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward paired "
+        "with a backward",
         "Drop --lancet-comm-priority",
     ),
 }
