@@ -9,7 +9,7 @@ from benchmarks.te_layers import check_unpacked
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, OverlapRange, fixed_plan, paired
 
 MEGATRON = "megatron-overlap"
 MEGATRON_DELAYED = f"{MEGATRON}-delay-wgrad"
@@ -67,9 +67,9 @@ def _tiled_variants() -> list[Variant]:
     """Rows of whole micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
     return [
         *(
-            Variant(f"tiles-{tiles}-{own_rows}", fixed_plan(1, tiles=tiles, own_rows=own_rows))
+            Variant(f"tiles-{tiles}-{local_tokens}", fixed_plan(1, tiles=tiles, local_tokens=local_tokens))
             for tiles in (1, 2)
-            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+            for local_tokens in (LocalTokens.HALF, LocalTokens.AFTER)
         ),
         Variant("tiles-1-half-none", fixed_plan(1, DwPolicy.NONE, tiles=1)),
         Variant("tiles-1-half-k2", fixed_plan(2, tiles=1)),

@@ -14,7 +14,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.dispatch import Dispatch
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, OverlapRange, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -57,9 +57,9 @@ def _plans_of(dispatch: Dispatch) -> dict[str, Plan]:
 def _tiled_plans() -> dict[str, Plan]:
     return {
         **{
-            f"tiles-{tiles}-{own_rows}": fixed_plan(1, tiles=tiles, own_rows=own_rows)
+            f"tiles-{tiles}-{local_tokens}": fixed_plan(1, tiles=tiles, local_tokens=local_tokens)
             for tiles in (1, 2, 4)
-            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+            for local_tokens in (LocalTokens.HALF, LocalTokens.AFTER)
         },
         "tiles-1-half-none": fixed_plan(1, DwPolicy.NONE, tiles=1),
         "tiles-1-half-k2": fixed_plan(2, tiles=1),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_lancet.schedule.layout import Blocker, Layout
 
 
-class OwnRows(StrEnum):
+class LocalTokens(StrEnum):
     """When a rank's experts work on local tokens, if rows of other ranks come in tiles."""
 
     HALF = "half"
@@ -108,12 +108,12 @@ class Dispatch(Named):
         """Why a layout can't have it; None if it can. All else that a plan works with works with it."""
         return None
 
-    def in_tiles(self, tiles: int, own_rows: OwnRows = OwnRows.HALF) -> "Dispatch":
+    def in_tiles(self, tiles: int, local_tokens: LocalTokens = LocalTokens.HALF) -> "Dispatch":
         """The same dispatch with its rows in tiles.
 
         Args:
             tiles: number of tiles; 0 for none.
-            own_rows: when the experts work on the rows that stay on the rank.
+            local_tokens: when the experts work on the rows that stay on the rank.
 
         Raises:
             ValueError: it can't have tiles.
@@ -125,12 +125,12 @@ class Dispatch(Named):
         if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
-        return _tiled(self, tiles, own_rows)
+        return _tiled(self, tiles, local_tokens)
 
 
 @cache
-def _tiled(dispatch: Dispatch, tiles: int, own_rows: OwnRows) -> Dispatch:
-    tiled: Dispatch = registry.tiled()(dispatch, tiles, own_rows)
+def _tiled(dispatch: Dispatch, tiles: int, local_tokens: LocalTokens) -> Dispatch:
+    tiled: Dispatch = registry.tiled()(dispatch, tiles, local_tokens)
     return tiled
 
 

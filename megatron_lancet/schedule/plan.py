@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 
 PLAN_VERSION = 3
 
@@ -60,7 +60,7 @@ class Segment:
         tiles: parts, with a message each, in which the rows of a chunk go to other ranks and back (Comet section 3: the
             experts start with the rows that are here, and outputs leave part by part); 0 for one message of all rows,
             those that stay included.
-        own_rows: with tiles, when the experts work on local tokens.
+        local_tokens: with tiles, when the experts work on local tokens.
     """
 
     first_layer: int
@@ -70,7 +70,7 @@ class Segment:
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
     tiles: int = field(default=0, metadata=OMITTED_AT_DEFAULT)
-    own_rows: OwnRows = field(default=OwnRows.HALF, metadata=OMITTED_AT_DEFAULT)
+    local_tokens: LocalTokens = field(default=LocalTokens.HALF, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.tiles < 0:
@@ -83,7 +83,7 @@ class Segment:
 
     def __str__(self) -> str:
         multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
-        tiles = f" tiles={self.tiles} own-rows={self.own_rows}" if self.tiles else ""
+        tiles = f" tiles={self.tiles} local-tokens={self.local_tokens}" if self.tiles else ""
         return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{tiles}"
 
     def all_to_alls_per_layer(self, dispatch: Dispatch) -> int:
@@ -92,7 +92,7 @@ class Segment:
 
     def in_tiles(self, dispatch: Dispatch) -> Dispatch:
         """The plan's dispatch as this segment has it, with its tiles."""
-        return dispatch.in_tiles(self.tiles, self.own_rows)
+        return dispatch.in_tiles(self.tiles, self.local_tokens)
 
     @property
     def overlaps(self) -> bool:
@@ -102,7 +102,7 @@ class Segment:
     @property
     def without_tiles(self) -> "Segment":
         """The same segment with one message of all rows."""
-        return replace(self, tiles=0, own_rows=OwnRows.HALF) if self.tiles else self
+        return replace(self, tiles=0, local_tokens=LocalTokens.HALF) if self.tiles else self
 
     def of_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
         """Other layers that run in the same way: global numbers, None for the model's last."""
@@ -301,7 +301,7 @@ def fixed_plan(
     chunk_multiple: int = 1,
     dispatch: Dispatch = PLAIN,
     tiles: int = 0,
-    own_rows: OwnRows = OwnRows.HALF,
+    local_tokens: LocalTokens = LocalTokens.HALF,
 ) -> Plan:
     """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
@@ -312,8 +312,10 @@ def fixed_plan(
         chunk_multiple: sizes of chunks are multiples of this number of samples or positions.
         dispatch: what all-to-alls carry.
         tiles: see :class:`Segment`.
-        own_rows: see :class:`Segment`.
+        local_tokens: see :class:`Segment`.
     """
-    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple, tiles=tiles, own_rows=own_rows)
+    segment = Segment(
+        1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple, tiles=tiles, local_tokens=local_tokens
+    )
     window = segment.all_to_alls_per_layer(dispatch) if dw_policy is DwPolicy.FILL else 0
     return Plan((segment,), dw_policy, window, dw_memory_bytes, dispatch=dispatch)

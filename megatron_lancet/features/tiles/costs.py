@@ -11,7 +11,7 @@ from megatron_lancet.features.tiles.order import Tiled
 from megatron_lancet.planning.dispatch import DispatchCosts, costs_of
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
-from megatron_lancet.schedule.dispatch import Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase, Verb
 
@@ -58,7 +58,7 @@ class TiledCosts(DispatchCosts):
         """A weight has one gradient, over all rows. It is ready behind the backward's last part."""
         if verb.kind not in _EXPERTS:
             return self._whole.weight_grads(layer, verb, chunk, rows)
-        first = OpKind.EXPERTS if self._tiled.own_rows is OwnRows.AFTER else OpKind.OWN_EXPERTS
+        first = OpKind.EXPERTS if self._tiled.local_tokens is LocalTokens.AFTER else OpKind.OWN_EXPERTS
         if verb.kind is not first or verb.tile:
             return ((),) * len(rows)
         grads = self.costs.weight_grads

@@ -5,7 +5,7 @@ part by part (Comet section 3).
 from dataclasses import replace
 
 from megatron_lancet.features.tiles.support import model_blocker
-from megatron_lancet.schedule.dispatch import Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
 
@@ -16,17 +16,17 @@ class Tiled(Dispatch):
     """Another dispatch in tiles; see :class:`~megatron_lancet.schedule.plan.Segment`.
 
     Attributes:
-        own_rows: when the experts work on local tokens.
+        local_tokens: when the experts work on local tokens.
     """
 
     costs = "megatron_lancet.features.tiles.costs:TiledCosts"
     can_tile = False
 
-    def __init__(self, whole: Dispatch, tiles: int, own_rows: OwnRows) -> None:
+    def __init__(self, whole: Dispatch, tiles: int, local_tokens: LocalTokens) -> None:
         self._whole = whole
         self.tiles = tiles
-        self.own_rows = own_rows
-        self.name = f"{whole} tiles={tiles} own-rows={own_rows}"
+        self.local_tokens = local_tokens
+        self.name = f"{whole} tiles={tiles} local-tokens={local_tokens}"
         self.description, self.refusal, self.receiver = whole.description, "sends rows in tiles", whole.receiver
         self.measured_as, self.messages, self.needs_nodes = whole.measured_as, whole.messages, whole.needs_nodes
 
@@ -37,14 +37,14 @@ class Tiled(Dispatch):
     @property
     def num_own_parts(self) -> int:
         """Parts in which the experts work on the rows that stay on the rank."""
-        return 2 if self.own_rows is OwnRows.HALF else 1
+        return 2 if self.local_tokens is LocalTokens.HALF else 1
 
     def order(self, layer: Layer) -> Layer:
         """All tiles leave at once and come back as they are done.
 
         The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
         """
-        in_halves = self.own_rows is OwnRows.HALF
+        in_halves = self.local_tokens is LocalTokens.HALF
         own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
         own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
         done: list[Verb] = []

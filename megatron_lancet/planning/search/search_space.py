@@ -8,7 +8,7 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 from megatron_lancet.schedule.layout import tiles_blocker
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
@@ -117,10 +117,10 @@ class SearchSpace:
         tiles = _allowed_tiles(costs, limits, excluded)
         must_tile = 0 not in tiles
         choices += [
-            replace(choice, tiles=number, own_rows=one)
+            replace(choice, tiles=number, local_tokens=one)
             for choice in dict.fromkeys(choices)
             for number in tiles
-            for one in OwnRows
+            for one in LocalTokens
             if number and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
@@ -285,7 +285,7 @@ def _joints(model: ModelFacts) -> frozenset[int]:
 def _complexity(choice: Segment) -> tuple[object, ...]:
     """Sort key, lower is simpler."""
     order = tuple(OverlapRange)
-    return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.own_rows
+    return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.local_tokens
 
 
 def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, fixed_plan, paired
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.gradients.placed import PlacedCase
 from tests.parity.gradients.variants import (
@@ -101,12 +101,12 @@ MOST_ROWS = 40
 
 TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-2-half": (FUSED, fixed_plan(1, tiles=2)),
-    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
+    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, local_tokens=LocalTokens.AFTER))),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
     "sequential-experts/tiles-2-after": (
         MODELS["sequential-experts"],
-        fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER),
+        fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER),
     ),
 }
 """Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""

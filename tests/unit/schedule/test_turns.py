@@ -7,7 +7,7 @@ from megatron_lancet.planning.verbs import is_cut
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import LocalTokens, OverlapRange
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -30,7 +30,7 @@ LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=TWO_HOP)
 LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=TWO_HOP)
 LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=PLAIN.in_tiles(2))
-LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, OwnRows.AFTER))
+LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, LocalTokens.AFTER))
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
