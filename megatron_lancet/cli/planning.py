@@ -37,8 +37,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     carried = (
         "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "
-        "its experts, two-hop a row per token and node and from there one per rank; auto the one that is predicted "
-        "fastest (default: auto)"
+        "its experts, two-hop a row per token and node and from there one per rank; auto the dispatch that is "
+        "predicted fastest (default: auto)"
     )
     add("--dispatch", choices=tuple(_DISPATCHES), default="auto", help=carried)
     tiles = (

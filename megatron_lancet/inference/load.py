@@ -164,7 +164,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     if kind in SENTENCEPIECE_TYPES and (path is None or not Path(path).is_file()):
         given = "--tokenizer-model" if model_file is not None else f"the checkpoint {run.folder}"
         raise UsageError(
-            f"the tokenizer's file is missing: {given} names {path}. Pass the one that the data was encoded with as "
+            f"the tokenizer's file is missing: {given} names {path}. Pass the tokenizer of the data as "
             "--tokenizer-model."
         )
     settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}

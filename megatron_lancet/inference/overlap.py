@@ -1,6 +1,6 @@
 """Evaluation with hidden all-to-alls: a batch goes through a loaded model's layers in chunks, or its rows in tiles.
 
-The forward pass is the one of training (``model/``), without gradients: while rows are in flight, attention and experts
+The forward pass equals training's (``model/``), without gradients: while rows are in flight, attention and experts
 of other chunks run, or experts on rows that are here (for prefill EPS-MoE's idea, section 3).
 """
 

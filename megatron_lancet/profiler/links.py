@@ -130,7 +130,7 @@ def _sweep(link: Link | None, wires: Wires, budget_s: float) -> tuple[Points, Po
             about_ms = _median_ms(partial(_all_to_all_ms, start), 0.0)
             two_ms = partial(_two_all_to_alls_ms, start, wires.device, about_ms)
             found = _on_all_ranks(two_ms, share_s, _MIN_MESSAGES)
-            first_ms, next_ms = _of_busiest(rows, places, found, link.share_what_leaves)
+            first_ms, next_ms = _busiest_ms(rows, places, found, link.share_what_leaves)
             alone.append((_busiest_bytes(rows), first_ms))
             queued.append((_busiest_bytes(rows), next_ms))
     return fit(alone), fit(queued)
@@ -239,7 +239,7 @@ def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
     )
 
 
-def _of_busiest(
+def _busiest_ms(
     rows: Rows,
     places: Sequence[tuple[int, int]],
     ranks: Sequence[Sequence[Sequence[float]]],

@@ -166,7 +166,7 @@ class Op:
 
     @staticmethod
     def find(name: str) -> "Op | None":
-        """Like :meth:`parse`; None for other names of spans, such as those of gradient reductions."""
+        """Like :meth:`parse`; None for other names of spans, such as gradient reductions."""
         match = _FORM.fullmatch(name)
         if match is None:
             return None
@@ -213,7 +213,7 @@ class Verb:
     prefix: ClassVar[str] = ""
 
     @property
-    def of_all_rows(self) -> Self:
+    def untiled(self) -> Self:
         """The same verb without a tile."""
         return self if self.tile is None else replace(self, tile=None)
 

@@ -104,7 +104,7 @@ class Segment:
         """The same segment with one message of all rows."""
         return replace(self, tiles=0, local_tokens=LocalTokens.HALF) if self.tiles else self
 
-    def of_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
+    def with_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
         """Other layers that run in the same way: global numbers, None for the model's last."""
         return replace(self, first_layer=first_layer, last_layer=last_layer)
 

@@ -28,7 +28,7 @@ from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRoutes,
     DistinctRows,
     distinct_rows,
-    of_each_expert,
+    expand,
     summed,
     through_experts,
 )
@@ -124,11 +124,9 @@ class DeduplicatedDispatcher:
         made = distinct_rows(hidden_tH, probs_tE, routing_map_tE, self._num_ranks, num_rows)
         return (made.tokens, made.choice), DistinctRows(made.token_d, routing_map_tE, hidden_sbH.shape)
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Makes a row for each token and expert of the distinct rows that are sent; see :class:`Dispatcher`."""
-        return of_each_expert(rows, sent, rows_per_expert)
+        return expand(rows, sent, rows_per_expert)
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: DistinctRoutes, last_expert_first: bool = False

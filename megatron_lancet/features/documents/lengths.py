@@ -40,14 +40,14 @@ class Bounds(NamedTuple):
     """Arguments of kernels for sequences of several lengths, the parts of the samples one after the other.
 
     Attributes:
-        of_queries: ends of the parts, with a 0 in front, [parts + 1] int32.
-        of_keys: the same for parts with what precedes them in their documents.
+        query_ends: ends of the parts, with a 0 in front, [parts + 1] int32.
+        key_ends: the same for parts with what precedes them in their documents.
         most_queries: the longest part.
         most_keys: the longest one with what precedes it.
     """
 
-    of_queries: torch.Tensor
-    of_keys: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
     most_queries: int
     most_keys: int
 
@@ -159,11 +159,11 @@ class Documents:
             parts = [part for sample in self.parts(first, stop) for part in sample]
             queries = [part.stop - part.first for part in parts]
             keys = [part.stop - part.start for part in parts]
-            of_queries, of_keys = (
+            query_ends, key_ends = (
                 to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
                 for lengths in (queries, keys)
             )
-            return Bounds(of_queries, of_keys, max(queries), max(keys))
+            return Bounds(query_ends, key_ends, max(queries), max(keys))
 
         return self.once(("bounds", first, stop, device), make)
 
@@ -209,7 +209,7 @@ def keys_in_order(documents: Documents, tensor: torch.Tensor, first: int) -> tor
         tensor: [s', b, ...], from the sequence's first position on.
 
     Returns:
-        [keys, ...], as :attr:`Bounds.of_keys` counts them.
+        [keys, ...], as :attr:`Bounds.key_ends` counts them.
     """
     parts = documents.parts(first, tensor.size(0))
     samples = [

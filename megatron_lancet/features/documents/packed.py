@@ -133,8 +133,8 @@ def _check(params: PackedSeqParams) -> None:
         )
 
 
-def _are_same(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> bool:
-    if of_keys is None or of_queries is of_keys:
+def _are_same(query_ends: torch.Tensor | None, key_ends: torch.Tensor | None) -> bool:
+    if key_ends is None or query_ends is key_ends:
         return True
     # Megatron passes one tensor twice; a comparison of values would wait for the device.
-    return of_queries is not None and of_keys.equal(of_queries)
+    return query_ends is not None and key_ends.equal(query_ends)

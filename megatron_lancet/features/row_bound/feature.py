@@ -7,7 +7,7 @@ rows as the bound allows, so the bound is
     mean rows of a chunk so far + usable room / (bytes that a row keeps * (chunks that are kept at a time + 2))
 
 with the room that a rank can still allocate beyond its peak, of which fragmentation takes a part; two more chunks stand
-for the gradients and the copies of the one that is worked on. All ranks take the smallest bound of any.
+for the gradients and the copies of the chunk in work. All ranks take the smallest bound of any.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_ro
 
 FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2
-"""Chunks' worth of memory for the one that is worked on, in addition to what is kept of it."""
+"""Chunks' worth of memory for the chunk in work, in addition to its kept tensors."""
 KEY = "max_expert_rows"
 """In ``report.json``."""
 

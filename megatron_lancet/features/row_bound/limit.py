@@ -95,18 +95,18 @@ class RowLimit:
         first = -self.num_experts
         return [list(of_peer[:first]) for of_peer in counts], [list(of_peer[first:]) for of_peer in counts]
 
-    def of_peers(self, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
+    def split_counts(self, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
         """Takes exchanged counts apart: what is for this rank alone, and the rows from each rank to every expert."""
         (sent, _), (received, rows_of_all) = self.apart(counts.sent), self.apart(counts.received)
         return TokenCounts(sent, received, counts.received_on_device[:, : -self.num_experts]), rows_of_all
 
-    def of_dispatch(self, counts: Counts) -> list[list[int]]:
+    def dispatch_counts(self, counts: Counts) -> list[list[int]]:
         """The counts that are for each peer alone, [Q][c]."""
         return self.apart(counts)[0]
 
     def look_at(self, counts: TokenCounts) -> TokenCounts:
         """Decides in how many rounds the chunk goes; returns the counts that are for this rank alone."""
-        counts, rows_of_all = self.of_peers(counts)
+        counts, rows_of_all = self.split_counts(counts)
         rows = rows_by_rank(rows_of_all, self.num_ranks)
         number = num_rounds(rows, self.max_rows)
         if number > 1:

@@ -86,7 +86,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
         dispatch,
         combine,
         rounds,
-        partial(moe.dispatcher.of_each_expert, sent=routes.splits.sent, rows_per_expert=rows_per_expert),
+        partial(moe.dispatcher.expand, sent=routes.splits.sent, rows_per_expert=rows_per_expert),
         partial(_through_experts, moe),
         [parameter for parameter in moe.stock.experts.parameters() if parameter.requires_grad],
     )

@@ -104,8 +104,8 @@ def _attend_to_documents(
     bounds = documents.bounds(0, num_positions, query.device)
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=bounds.of_queries,
-        cu_seqlens_kv=bounds.of_keys,
+        cu_seqlens_q=bounds.query_ends,
+        cu_seqlens_kv=bounds.key_ends,
         max_seqlen_q=bounds.most_queries,
         max_seqlen_kv=bounds.most_keys,
     )

@@ -114,7 +114,7 @@ OPS: Mapping[Verb, Callable[[OverlappingMoE, ChunkState, Tiling, Op], None]] = {
 
 
 def _run(verb: Verb, tiling: Tiling, moe: OverlappingMoE, x: ChunkState) -> None:
-    OPS[verb.of_all_rows](moe, x, tiling, moe.op(verb.kind, x, verb.tile))
+    OPS[verb.untiled](moe, x, tiling, moe.op(verb.kind, x, verb.tile))
 
 
 class _Tiles(ModelPart):

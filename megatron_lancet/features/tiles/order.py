@@ -51,10 +51,10 @@ class Tiled(Dispatch):
         for verb in self._whole.order(layer):
             if verb == _TILED[0]:
                 done += own_before
-                done += [_of_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
+                done += [_with_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
                 done.append(own_after)
             elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
-                done += [_of_tile(verb, tile) for tile in range(self.tiles)]
+                done += [_with_tile(verb, tile) for tile in range(self.tiles)]
             elif verb not in _TILED:
                 done.append(verb)
         return tuple(done)
@@ -65,6 +65,6 @@ class Tiled(Dispatch):
         return model_blocker(layout.is_quantized, layout.has_row_bound) or self._whole.blocker(layout)
 
 
-def _of_tile(verb: Verb, tile: int) -> Verb:
+def _with_tile(verb: Verb, tile: int) -> Verb:
     # A chunk waits within its turn for the tiles behind the first one.
     return replace(verb, tile=tile, ends_turn=not tile) if isinstance(verb, Wait) else replace(verb, tile=tile)

@@ -27,7 +27,7 @@ from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_
 from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRows,
     distinct_rows,
-    of_each_expert,
+    expand,
     probs_and_choice,
     summed,
     through_experts,
@@ -45,7 +45,7 @@ class PassedRows:
     """Maps the rows of the second hop to the rows of the first.
 
     Attributes:
-        row: of each row that is passed on, the one that had arrived.
+        row: for each forwarded row, the row that had arrived.
         sum_over_expert_tp: of each row, the place of the sum over the expert-TP ranks; None without expert tensor
             parallelism.
         row_of_sum: of each of these sums, the row that had arrived.
@@ -172,11 +172,9 @@ class TwoHopDispatcher:
         rows = PassedRows(made.token_d, sum_over_expert_tp, row_of_sum, num_rows, choice_p.dtype)
         return (made.tokens, made.choice), rows
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Makes a row for each token and expert of the rows of the first hop; see :class:`Dispatcher`."""
-        return of_each_expert(rows, sent, rows_per_expert)
+        return expand(rows, sent, rows_per_expert)
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: TwoHopRoutes, last_expert_first: bool = False

@@ -7,7 +7,7 @@ is left with all removed is *nothing left to run*: ranks whose ops lie in anothe
 Where the replay of the step as it was has more or less waits than the step, the difference is *unexplained*. All of
 them sum to the measured exposed time.
 
-A wait that ends late for two reasons, each of which is enough, is the part of the one that is removed later. What goes
+A wait that ends late for two reasons, each of which is enough, counts for the reason that is removed later. What goes
 if only one cause goes is reported apart (``alone_ms``); these values have no meaningful sum.
 """
 

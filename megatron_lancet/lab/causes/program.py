@@ -254,9 +254,9 @@ class _Reader:
         for key, span in self._messages.items():
             op = Op.parse(span.name)
             if op.phase is Phase.FORWARD and op.kind in FIRST_DISPATCHES:
-                of_all_rows = replace(op, tile=None)  # all tiles are made by one op, and wait for the same counts
-                made_ms = ended_ms.get((str(of_all_rows.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
-                counts = str(of_all_rows.with_kind(OpKind.COUNTS)), key[1]
+                untiled = replace(op, tile=None)  # all tiles are made by one op, and wait for the same counts
+                made_ms = ended_ms.get((str(untiled.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
+                counts = str(untiled.with_kind(OpKind.COUNTS)), key[1]
                 if made_ms is not None and counts in self._messages:
                     late_ms = span.start_ms - max(made_ms, self._messages[counts].end_ms)
                     if abs(late_ms) < _LATE_LAUNCH_MS:

@@ -18,10 +18,10 @@ def report(finding: Finding, seconds: float) -> str:
     lines += ["", "stock with this layout, compared with stock on one rank", *_table(finding.stock)]
     if finding.culprit is not None:
         lines += [f"  {line}" for line in _culprit(finding)]
-    lines += _of_seeds(finding.stock_seeds)
+    lines += _seed_lines(finding.stock_seeds)
     lines += ["", "the overlap, compared with stock with this layout"]
     lines += _table(finding.ours) if finding.ours is not None else [f"  not compared: {finding.why_not_ours}"]
-    lines += _of_seeds(finding.our_seeds)
+    lines += _seed_lines(finding.our_seeds)
     return "\n".join([*lines, "", f"{_verdict(finding)}: {finding.num_runs} runs in {seconds:.0f} s"])
 
 
@@ -32,7 +32,7 @@ def _verdict(finding: Finding) -> str:
     return f"{finding.verdict}{left_out}"
 
 
-def _of_seeds(seeds: tuple[int, ...]) -> Iterator[str]:
+def _seed_lines(seeds: tuple[int, ...]) -> Iterator[str]:
     """Yields the lines about the seeds that show a difference."""
     others = [str(seed) for seed in SEEDS if seed not in seeds]
     if seeds and others:

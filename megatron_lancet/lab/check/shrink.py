@@ -114,7 +114,7 @@ def shrink(
         words += flags
         changes += [change] if change else []
     unchecked = line.config.unchecked_flags()
-    ours = line.of_the_overlap(unchecked)
+    ours = line.overlap_words(unchecked)
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
     if documents:

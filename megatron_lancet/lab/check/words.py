@@ -35,7 +35,7 @@ class CommandLine:
         kept = [flag for flag in self.flags if self.sections[flag[0]] not in dropped_sections]
         return [word for flag in kept if flag[0] not in dropped for word in flag]
 
-    def of_the_overlap(self, dropped: Iterable[str]) -> list[str]:
+    def overlap_words(self, dropped: Iterable[str]) -> list[str]:
         """The words of the flags of the overlap, without these."""
         unwanted = set(dropped)
         own = [flag for flag in self.flags if self.sections[flag[0]] == _OVERLAP_SECTION and flag[0] not in unwanted]

@@ -137,9 +137,7 @@ class AllToAllDispatcher:
         assert probs_n is not None
         return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """The rows as they are; see :class:`Dispatcher`."""
         tokens_nH, probs_n = rows
         return PlainRows(tokens_nH, probs_n, None)

@@ -107,9 +107,7 @@ class Dispatcher(Protocol):
             The rows, and how to put them back.
         """
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Expands the rows that a chunk sends to plain rows: one row for each token and expert.
 
         Args:

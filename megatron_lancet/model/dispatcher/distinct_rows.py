@@ -93,12 +93,12 @@ def through_experts(
         order_d: the order for rows of one expert; None for the order of the rows.
     """
     num_rows = int(rows_per_expert.sum())
-    made = _of_each_expert(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
+    made = _expand_group(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
     assert made.place is not None
     return summed(run(made.tokens, made.probs), made.place, len(tokens_dH))
 
 
-def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
+def expand(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
     """Makes a row for each token and expert of distinct rows of several groups of experts.
 
     Args:
@@ -111,7 +111,7 @@ def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per
     for group, size in enumerate(groups):
         own = slice(start, start + size)
         num_rows = sum(rows_per_expert[group * num_experts : (group + 1) * num_experts])
-        part = _of_each_expert(tokens_dH[own], choice_d[own], num_experts, num_rows)
+        part = _expand_group(tokens_dH[own], choice_d[own], num_experts, num_rows)
         assert part.place is not None
         made.append((part.tokens, part.probs, part.place + start))
         start += size
@@ -119,7 +119,7 @@ def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per
     return PlainRows(tokens, probs, place)
 
 
-def _of_each_expert(
+def _expand_group(
     tokens_dH: torch.Tensor,
     choice_d: torch.Tensor,
     num_experts: int,

@@ -160,7 +160,7 @@ class CountsLimit(Protocol):
     ) -> torch.Tensor:
         """The counts to send: the result of ``count``, and what the limit adds for each peer."""
 
-    def of_dispatch(self, counts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def dispatch_counts(self, counts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Counts of the dispatch alone, out of what was sent to each peer."""
 
     def look_at(self, counts: TokenCounts) -> TokenCounts:
@@ -216,7 +216,7 @@ class PendingRoutes[R: KnownRoutes]:
         if not self._own:
             self._own = self.counts.wait_for_own()
             if self.limit is not None:
-                self._own = self.limit.of_dispatch(self._own)
+                self._own = self.limit.dispatch_counts(self._own)
         return self._own
 
     def wait(self) -> R:

@@ -21,7 +21,7 @@ def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
 
 
 class RowOrder:
-    """A permutation of m rows, and the one that undoes it.
+    """A permutation of m rows, and its inverse.
 
     Attributes:
         index_m: the present place of each row of the new order.
@@ -44,7 +44,9 @@ class RowOrder:
             num_rows: their sum, m.
             last_expert_first: order the experts from the last to the first.
         """
-        return RowOrder._of_parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
+        return RowOrder._reorder_parts(
+            rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows
+        )
 
     @staticmethod
     def by_dims(sizes: torch.Tensor, dims: Sequence[int], num_rows: int) -> "RowOrder":
@@ -55,10 +57,12 @@ class RowOrder:
             dims: the dimensions in the new order.
             num_rows: their sum, m.
         """
-        return RowOrder._of_parts(sizes, lambda values: values.permute(*dims), num_rows)
+        return RowOrder._reorder_parts(sizes, lambda values: values.permute(*dims), num_rows)
 
     @staticmethod
-    def _of_parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
+    def _reorder_parts(
+        sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int
+    ) -> "RowOrder":
         """
         Args:
             sizes: number of rows of each part, in their present order.

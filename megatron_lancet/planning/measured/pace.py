@@ -71,7 +71,7 @@ def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tup
     paces = []
     for step in range(min(len(rank.steps) for rank in ranks)):
         forward, backward = (
-            tuple(_of_layer((phase, layer), step, whole) for layer in range(num_layers + 1))
+            tuple(_layer_pace((phase, layer), step, whole) for layer in range(num_layers + 1))
             for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
         )
         paces.append(StepPace(forward, backward))
@@ -81,7 +81,7 @@ def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tup
     return tuple(ordered[(2 * index + 1) * len(ordered) // (2 * MAX_PACES)] for index in range(MAX_PACES))
 
 
-def _of_layer(place: Place, step: int, groups: Sequence[Mapping[int, RankPaces]]) -> tuple[float, ...]:
+def _layer_pace(place: Place, step: int, groups: Sequence[Mapping[int, RankPaces]]) -> tuple[float, ...]:
     for by_place in groups:
         factors = [by_place[rank].steps[step].get(place) for rank in range(len(by_place))]
         known = [round(factor, _DIGITS) for factor in factors if factor is not None]

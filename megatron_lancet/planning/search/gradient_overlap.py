@@ -1,4 +1,4 @@
-"""Converts a profile to another kind of gradient reduction than the one that it was measured with.
+"""Converts a profile to another kind of gradient reduction.
 
 ``rest_ms`` of a profile includes the wait for gradients if they are reduced after the backward pass, and excludes it if
 the simulator adds it.

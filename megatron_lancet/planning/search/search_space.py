@@ -67,7 +67,7 @@ class Limits:
 class SearchSpace:
     """All plans: layers of each run are divided into segments, each with a choice, and a dW option is added.
 
-    A choice is how a segment runs: a segment of all layers, which :meth:`Segment.of_layers` narrows.
+    A choice is how a segment runs: a segment of all layers, which :meth:`Segment.with_layers` narrows.
 
     Attributes:
         choices: options of each segment, simplest first.
@@ -155,7 +155,7 @@ class SearchSpace:
 
     def with_tiles_of(self, fast: Sequence[tuple[Segment, ...]]) -> "SearchSpace":
         """The space without choices with tiles that are in none of these segmentations, to which the others belong."""
-        kept = {segment.of_layers(1, None) for segments in fast for segment in segments}
+        kept = {segment.with_layers(1, None) for segments in fast for segment in segments}
         return replace(self, choices=tuple(one for one in self.choices if not one.tiles or one in kept))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
@@ -187,7 +187,7 @@ class SearchSpace:
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
         """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
         for choice in self.choices:
-            yield self.joined([choice.of_layers(first, last) for first, last in self.runs])
+            yield self.joined([choice.with_layers(first, last) for first, last in self.runs])
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
         """Yields the plans with these segments, simplest first, without gaps."""
@@ -203,18 +203,18 @@ class SearchSpace:
         if run == len(self.runs):
             yield ()
             return
-        for head in self._of_layers(*self.runs[run]):
+        for head in self._cuts(*self.runs[run]):
             for tail in self._from(run + 1):
                 yield self.joined([*head, *tail]) if run == 0 else (*head, *tail)
 
-    def _of_layers(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
+    def _cuts(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
         if first > last:
             yield ()
             return
         for end in range(first, last + 1):
             for choice in self.choices:
-                for tail in self._of_layers(end + 1, last):
-                    yield (choice.of_layers(first, end), *tail)
+                for tail in self._cuts(end + 1, last):
+                    yield (choice.with_layers(first, end), *tail)
 
 
 @dataclass(frozen=True)

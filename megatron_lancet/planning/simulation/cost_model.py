@@ -41,7 +41,7 @@ class DwCost(NamedTuple):
     Attributes:
         name: name of the weight inside its layer.
         pinned_bytes: memory that stays alive while it is deferred.
-        layers_back: distance from the layer of the op to the one that owns the weight: a repeated layer's first.
+        layers_back: distance from the layer of the op to the layer that owns the weight: a repeated layer's first.
     """
 
     name: str

@@ -396,7 +396,7 @@ class Simulator:
         return min(self.model.num_micro_batches, max(self.model.stage_of_layer) + 1 - stage)
 
     def room_for_layers(self, stage: int, room_bytes: int) -> int:
-        """Bytes that a stage's layers may keep of one micro-batch if a rank has room for ``room_bytes``."""
+        """Bytes that a stage's layers may keep of one micro-batch if a rank has ``room_bytes`` of free memory."""
         return room_bytes // self._num_in_flight(stage) - self._kept_beside(stage)
 
     def _kept_beside(self, stage: int) -> int:

@@ -149,7 +149,7 @@ class Checkpoints:
         return None
 
     def _prepare(self, folder: Path, step: int) -> str | None:
-        """Make room for a checkpoint; returns what is missing, None if there is room."""
+        """Frees disk space for a checkpoint; returns the missing amount, None if there is enough."""
         try:
             remove_leftover(folder, step)
             steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]

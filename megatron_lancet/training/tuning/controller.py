@@ -109,7 +109,7 @@ class TuningController:
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         num_plans: how often a plan was made.
-        remark: why the last plan that was made is not the one that runs; empty if it runs.
+        remark: why the last plan does not run; empty if it runs.
         lines: all lines for the user so far, oldest first.
     """
 

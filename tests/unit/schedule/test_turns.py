@@ -314,6 +314,6 @@ def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import transformer_layer
 
     functions = {*transformer_layer.OPS, *mtp.OPS, *experts.OPS, *tiles.OPS, *two_hop.OPS}
-    assert {verb.of_all_rows for verb in layer} <= functions
-    assert functions == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
+    assert {verb.untiled for verb in layer} <= functions
+    assert functions == {verb.untiled for verbs in LAYERS.values() for verb in verbs}
     assert not {*transformer_layer.OPS, *mtp.OPS} & {*experts.OPS, *tiles.OPS, *two_hop.OPS}

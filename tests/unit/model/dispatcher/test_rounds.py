@@ -125,7 +125,7 @@ def test_counts_for_a_peer_and_those_for_all_are_told_apart():
     told = limit.with_counts_of_all(lambda: torch.tensor([7, 8, 9, 10]), chosen_tE, 2)
     assert told.view(2, -1).tolist() == [[7, 8, 2, 2, 1, 1], [9, 10, 2, 2, 1, 1]]
     received = torch.tensor([[7, 8, 2, 2, 1, 1], [1, 2, 3, 4, 5, 6]])
-    counts, of_all = limit.of_peers(TokenCounts(told.view(2, -1).tolist(), received.tolist(), received))
+    counts, of_all = limit.split_counts(TokenCounts(told.view(2, -1).tolist(), received.tolist(), received))
     assert (counts.sent, counts.received) == ([[7, 8], [9, 10]], [[7, 8], [1, 2]])
     assert counts.received_on_device.tolist() == [[7, 8], [1, 2]]
     assert of_all == [[2, 2, 1, 1], [3, 4, 5, 6]]
