@@ -104,7 +104,7 @@ def command(flag: str) -> Callable[[], None]:
         UsageError: the installation does not have it.
     """
     if flag not in _COMMANDS:
-        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
     run: Callable[[], None] = load(_COMMANDS[flag])
     return run
 

@@ -64,7 +64,7 @@ def _two_hop_variants() -> list[Variant]:
 
 
 def _tiled_variants() -> list[Variant]:
-    """Rows of whole micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
+    """Rows of unchunked micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
     return [
         *(
             Variant(f"tiles-{tiles}-{local_tokens}", fixed_plan(1, tiles=tiles, local_tokens=local_tokens))

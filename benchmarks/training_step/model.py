@@ -36,7 +36,7 @@ _SEED = 1
 _LEARNING_RATE = 1e-7
 """So small that the routing stays what it was set to."""
 BUCKET_PARAMETERS = 250_000
-"""Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the whole model."""
+"""Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the full model."""
 
 
 class _BlockingBackward(Comm):

@@ -23,7 +23,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that restrict the plan."""
     add = parser.add_argument_group("restrictions of the plan").add_argument
     dims, ranges, policies = ([one.value for one in kind] for kind in (ChunkDim, OverlapRange, DwPolicy))
-    counts = "chunk counts to choose from; 1 is the whole micro-batch (default: the profiled ones)"
+    counts = "chunk counts to choose from; 1 is the full micro-batch (default: the profiled ones)"
     add("--num-chunks", nargs="+", type=positive_int, metavar="K", help=counts)
     add("--chunk-dim", nargs="+", choices=dims, help="dimensions along which micro-batches may be cut (default: all)")
     chunked = (

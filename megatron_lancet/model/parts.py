@@ -122,4 +122,4 @@ def document_reader(model: Any = None) -> DocumentReader:
         reader = part.document_reader(model)
         if reader is not None:
             return reader
-    raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the whole package.")
+    raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the full package.")

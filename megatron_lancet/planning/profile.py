@@ -8,13 +8,13 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     dense layer   attention  mlp
 
 Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
-router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the whole
+router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the full
 micro-batch: the norm of the layer before it, the embedding of the next tokens and the projection.
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
 dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Next to the layers: ``embedding``
-and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
+and ``head`` (last norm, output layer, loss), both on the full micro-batch, and ``cut`` (a segment's micro-batch to
 chunks and back).
 """
 

@@ -75,7 +75,7 @@ def plans_to_profile(
     dispatches: Sequence[Dispatch] = (),
     has_tiles: bool = False,
 ) -> list[Plan]:
-    """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
+    """Returns plans whose ops together give the costs of any plan: unchunked micro-batches, and each possible cut.
 
     All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready. What all-to-alls
     carry makes a difference to the ops that make and sum rows only, about the same in all chunks: one plan of whole

@@ -86,8 +86,8 @@ class Dispatch(Named):
         return self == PLAIN
 
     @property
-    def whole(self) -> "Dispatch":
-        """The same rows, each message of a chunk with all of them."""
+    def untiled(self) -> "Dispatch":
+        """The same dispatch without tiles."""
         return self
 
     @cached_property

@@ -36,7 +36,7 @@ class OpKind(StrEnum):
     """What an op does, in Megatron's words, in the order of the data. No other file spells these strings."""
 
     EMBEDDING = "embedding"
-    """Token and position embedding, on the whole micro-batch."""
+    """Token and position embedding, on the full micro-batch."""
     CUT = "cut"
     """Splitting a micro-batch into chunks, and concatenating them again."""
     ATTENTION = "attention"
@@ -76,10 +76,10 @@ class OpKind(StrEnum):
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
     MTP_PROJECTION = "mtp_projection"
-    """What precedes the layer of a multi-token prediction, on the whole micro-batch: the norm of the layers before it,
+    """What precedes the layer of a multi-token prediction, on the full micro-batch: the norm of the layers before it,
     the embedding of the next tokens and the projection of both."""
     HEAD = "head"
-    """Final norm, output layer and loss, on the whole micro-batch."""
+    """Final norm, output layer and loss, on the full micro-batch."""
 
     @property
     def is_message(self) -> bool:
@@ -149,7 +149,7 @@ class Op:
 
     @staticmethod
     def beside_layers(phase: Phase, kind: str) -> "Op":
-        """An op of the whole micro-batch in no layer, for example ``F.head``."""
+        """An op of the full micro-batch in no layer, for example ``F.head``."""
         return Op(None, None, phase, kind)
 
     @staticmethod

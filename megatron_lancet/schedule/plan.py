@@ -25,7 +25,7 @@ class OverlapRange(StrEnum):
     """The part of a segment's layers that runs chunk by chunk (Lancet section 5: partition ranges)."""
 
     EXPERTS = "experts"
-    """From dispatch to combine; the router runs on the whole micro-batch."""
+    """From dispatch to combine; the router runs on the full micro-batch."""
     GATE = "gate"
     """From the router to combine."""
     STACK = "stack"

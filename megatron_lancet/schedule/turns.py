@@ -55,7 +55,7 @@ EXPERTS_LAYER: Layer = (
 )
 
 MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
-"""Needs the next tokens' embeddings, so the micro-batch is whole here."""
+"""Needs the next tokens' embeddings, so the micro-batch is not cut here."""
 VERBS: dict[LayerKind, Layer] = {
     LayerKind.MOE: (Compute(OpKind.ATTENTION), *EXPERTS_LAYER),
     LayerKind.DENSE: (Compute(OpKind.ATTENTION), Compute(OpKind.MLP)),
@@ -89,7 +89,7 @@ class Instruction(NamedTuple):
 
     Attributes:
         layer: Megatron's global layer number, from 1.
-        chunk: index of the chunk; 0 where the micro-batch is whole.
+        chunk: index of the chunk; 0 where the micro-batch is not cut.
         phase: forward or input gradient. Programs of segments are forward.
     """
 
@@ -117,7 +117,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Concatenate:
-    """Concatenate the chunks: from here on instructions are for the whole micro-batch."""
+    """Concatenate the chunks: from here on instructions are for the full micro-batch."""
 
     def __str__(self) -> str:
         return "concatenate"
@@ -186,7 +186,7 @@ def _stacks(layers: Sequence[tuple[int, Layer]], overlap_range: OverlapRange) ->
 
 
 def split_layer(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
-    """Splits a layer into what runs on the whole micro-batch, then in chunks, then on the whole again."""
+    """Splits a layer into what runs on the full micro-batch, then in chunks, then on the full micro-batch again."""
     if overlap_range.has_attention:
         num_whole = layer.count(MTP_PROJECTION)
         return layer[:num_whole], layer[num_whole:], ()

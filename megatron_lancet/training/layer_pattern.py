@@ -11,7 +11,7 @@ _STATE_SPACE = "its kernels need a GPU, where the overlap was not compared with 
 OTHER_LAYERS = {
     Symbols.MAMBA: f"Mamba: {_STATE_SPACE}",
     Symbols.GDN: f"gated delta net: {_STATE_SPACE}",
-    Symbols.DS_ATTENTION: "sparse attention: its indexer has a loss of the whole micro-batch",
+    Symbols.DS_ATTENTION: "sparse attention: its indexer has a loss of the full micro-batch",
 }
 """Symbols of ``--hybrid-layer-pattern`` whose layers the overlap does not support, each with the reason."""
 

@@ -22,17 +22,17 @@ class Tiled(Dispatch):
     costs = "megatron_lancet.features.tiles.costs:TiledCosts"
     can_tile = False
 
-    def __init__(self, whole: Dispatch, tiles: int, local_tokens: LocalTokens) -> None:
-        self._whole = whole
+    def __init__(self, untiled: Dispatch, tiles: int, local_tokens: LocalTokens) -> None:
+        self._untiled = untiled
         self.tiles = tiles
         self.local_tokens = local_tokens
-        self.name = f"{whole} tiles={tiles} local-tokens={local_tokens}"
-        self.description, self.refusal, self.receiver = whole.description, "sends rows in tiles", whole.receiver
-        self.measured_as, self.messages, self.needs_nodes = whole.measured_as, whole.messages, whole.needs_nodes
+        self.name = f"{untiled} tiles={tiles} local-tokens={local_tokens}"
+        self.description, self.refusal, self.receiver = untiled.description, "sends rows in tiles", untiled.receiver
+        self.measured_as, self.messages, self.needs_nodes = untiled.measured_as, untiled.messages, untiled.needs_nodes
 
     @property
-    def whole(self) -> Dispatch:
-        return self._whole
+    def untiled(self) -> Dispatch:
+        return self._untiled
 
     @property
     def num_own_parts(self) -> int:
@@ -48,7 +48,7 @@ class Tiled(Dispatch):
         own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
         own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
         done: list[Verb] = []
-        for verb in self._whole.order(layer):
+        for verb in self._untiled.order(layer):
             if verb == _TILED[0]:
                 done += own_before
                 done += [_with_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
@@ -62,7 +62,7 @@ class Tiled(Dispatch):
     def blocker(self, layout: Layout) -> Blocker | None:
         if layout.ep_size <= 1:
             return Blocker(NOTHING_IS_SENT, is_evident=True, advice="raise --expert-model-parallel-size")
-        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._whole.blocker(layout)
+        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._untiled.blocker(layout)
 
 
 def _with_tile(verb: Verb, tile: int) -> Verb:

@@ -18,7 +18,7 @@ _PACKS = frozenset({(OpKind.PREPROCESS.value, Phase.FORWARD), (OpKind.EXPERTS.va
 def with_packing(
     ops: Sequence[OpTime], shares: Mapping[OpKey, OpShares]
 ) -> tuple[tuple[OpTime, ...], dict[OpKey, OpShares]]:
-    """Returns the times of whole micro-batches with the copy that packs rows, and the shares of these times."""
+    """Returns the times of unchunked micro-batches with the copy that packs rows, and the shares of these times."""
     copy_ms = {
         op.layer_kind: op.ms * shares[key_of(op)].scaled
         for op in ops

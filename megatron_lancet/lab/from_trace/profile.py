@@ -198,7 +198,7 @@ def _medians(shares: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _routing(steps: RankSteps, groups: Sequence[Sequence[int]]) -> tuple[ChunkRouting, ...]:
-    """Rows of a whole micro-batch, of the last step, by layer."""
+    """Rows of an unchunked micro-batch, of the last step, by layer."""
     found = []
     for group in groups:
         to = [_dispatched(steps[rank][-1]) for rank in group]

@@ -74,14 +74,14 @@ class Variant:
     def __init__(self, name: str, shallow: Depth, deep: Depth) -> None:
         """
         Args:
-            shallow: the model with fewer layers; the same as ``deep`` if that is the whole model.
+            shallow: the model with fewer layers; the same as ``deep`` if that is the full model.
         """
         self.name = name
         self._shallow = shallow
         self._deep = deep
 
     def counts(self) -> LayerCounts:
-        """Kernels and host waits of a layer; of the whole micro-batch by layer where there is one depth only."""
+        """Kernels and host waits of a layer; of the full micro-batch by layer where there is one depth only."""
         counts = [self._by_layer(partial(_count, which)) for which in range(4)]
         return LayerCounts(*counts)
 

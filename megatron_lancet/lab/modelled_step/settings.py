@@ -52,7 +52,7 @@ class ModelledRun:
     Attributes:
         args: Megatron's arguments, validated.
         plan: the plan of the run.
-        num_layers: layers of the whole model.
+        num_layers: layers of the full model.
         notes: what differs from the run of the launch command, in a line each.
     """
 

@@ -99,7 +99,7 @@ def _is_first_of_several(op: OpTime) -> bool:
 
 
 def _fitted_share(profile: Profile, phase: Phase) -> float:
-    """Minimal squares of ms = by_token * tokens + by_pair * pairs, both relative to the whole micro-batch."""
+    """Minimal squares of ms = by_token * tokens + by_pair * pairs, both relative to the full micro-batch."""
     facts = profile.model
     multiple = facts.chunk_multiple(ChunkDim.SEQUENCE)
     tokens_squared = both = pairs_squared = tokens_ms = pairs_ms = 0.0

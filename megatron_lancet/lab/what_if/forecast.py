@@ -102,7 +102,7 @@ class Forecast(StepEstimate):
     waits longest.
 
     Attributes:
-        plan: plan of the whole model; segments end with pipeline stages.
+        plan: plan of the full model; segments end with pipeline stages.
         bubble_ms: time for which a step waits for other pipeline stages.
         gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run during the
             backward pass, by simulation.

@@ -1,9 +1,9 @@
-"""Routing of chunks with the statistics of the whole micro-batch.
+"""Routing of chunks with the statistics of the full micro-batch.
 
-Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
-products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
-Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
+Top-k routing looks at one token at a time, so chunks are routed like the micro-batch. The balancing losses do not: they
+are products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives,
+and Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch,
+tokens in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
 :class:`RouterLoss` uses the same tokens.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b the same of a chunk, T = S * B, t = s * b, E experts, H
@@ -113,7 +113,7 @@ class ChunkedTopKRouter(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes the tokens of a chunk; without ``chunk`` as Megatron routes a whole micro-batch.
+        """Routes the tokens of a chunk; without ``chunk`` as Megatron routes an unchunked micro-batch.
 
         Args:
             input: [s, b, H].
@@ -154,7 +154,7 @@ class ChunkedTopKRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes a whole micro-batch as Megatron does, and attaches the further loss.
+        """Routes an unchunked micro-batch as Megatron does, and attaches the further loss.
 
         Args:
             logits: [S, B, E].

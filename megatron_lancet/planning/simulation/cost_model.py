@@ -295,7 +295,7 @@ def _is_plain(measured: OpTime | MemoryUse) -> bool:
 
 
 def _fits(measured: OpTime | MemoryUse, dim: ChunkDim, num_chunks: int) -> bool:
-    """Whether a measurement is of chunks along ``dim``; a whole micro-batch belongs to both dimensions."""
+    """Whether a measurement is of chunks along ``dim``; an unchunked micro-batch belongs to both dimensions."""
     return measured.chunk_dim is dim or measured.num_chunks == 1 or num_chunks == 1
 
 

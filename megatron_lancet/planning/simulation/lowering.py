@@ -149,7 +149,7 @@ class Lowering:
         return mtp_layer(way.layers[key]) if number in self._model.mtp_layers else way.layers[key]
 
     def beside(self, kind: OpKind) -> list[Step]:
-        """Embedding or head, on the whole micro-batch."""
+        """Embedding or head, on the full micro-batch."""
         action = self._compute(Compute(kind), LayerKind.NONE, Chunk(_WHOLE, 0), self._way(PLAIN).costs)
         if kind == OpKind.HEAD:
             of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)

@@ -47,7 +47,7 @@ def description(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
     tiles = f"; {tiles_in_words(segment)}" if segment.tiles else ""
     if segment.num_chunks == 1:
-        return f"the micro-batch as a whole{tiles}"
+        return f"the unchunked micro-batch{tiles}"
     multiple = f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else ""
     return (
         f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}){multiple}, "

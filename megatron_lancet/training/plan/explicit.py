@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blocker_of
-from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
+from megatron_lancet.training.plan.limits import chunked_dim, routing_over_full_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls, micro_batch_shape
 
@@ -111,8 +111,8 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
         sizes = ", ".join(map(str, segment.chunk_sizes(along.size)))
         yield f"its chunks have {sizes} {along.units}, and {along.why}. Make a plan for this run"
     if segment.range is not OverlapRange.EXPERTS:
-        for whole in routing_over_whole_micro_batch(args):
-            yield f"{whole} looks at the whole micro-batch, so chunks may only start after the gate: range experts"
+        for whole in routing_over_full_micro_batch(args):
+            yield f"{whole} looks at the full micro-batch, so chunks may only start after the gate: range experts"
     if segment.chunk_dim is ChunkDim.SEQUENCE:
         for blocker in sequence_blockers(args, config, segment.range):
             yield f"sequence chunks do not work with {blocker}. Drop it, or plan without sequence chunks"

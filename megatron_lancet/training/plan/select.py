@@ -22,7 +22,7 @@ from megatron_lancet.training.plan.limits import (
     ChunkedDim,
     chunked_dim,
     planning_limits,
-    routing_over_whole_micro_batch,
+    routing_over_full_micro_batch,
     sequence_blockers,
     sequence_refusal,
 )
@@ -96,10 +96,10 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
     """Makes a plan from the flags without any measurement, with notes for the user."""
     notes = []
     overlap_range = config.range or OverlapRange.STACK
-    whole = ", ".join(routing_over_whole_micro_batch(args))
+    whole = ", ".join(routing_over_full_micro_batch(args))
     if whole and overlap_range is not OverlapRange.EXPERTS:
         overlap_range = OverlapRange.EXPERTS
-        notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
+        notes.append(f"chunks start after the gate, because {whole} looks at the full micro-batch")
     blockers = list(sequence_blockers(args, config, overlap_range))
     num_chunks, dim = _chunks(args, config, blockers)
     along = chunked_dim(args, config, dim)

@@ -107,10 +107,10 @@ _ONE_OP = "an operation of Transformer Engine's op fuser; it was not compared wi
 _FUSER_ONLY = "Megatron's grouped linear layers there need Transformer Engine's op fuser, which defers no dW"
 _SINGLE_WEIGHT = "one parameter for all experts; it needs Transformer Engine's op fuser, which defers no dW"
 _USERBUFFERS = (
-    "its buffers have the size of the whole micro-batch, and Transformer Engine defers no dW with them; a CPU run "
+    "its buffers have the size of the full micro-batch, and Transformer Engine defers no dW with them; a CPU run "
     "switches it off"
 )
-_NO_USERBUFFERS = "drop it, userbuffers hold whole micro-batches and defer no dW"
+_NO_USERBUFFERS = "drop it, userbuffers hold unchunked micro-batches and defer no dW"
 _FUSED_RESIDUAL = "its norms also return the residual, which the block adds by itself"
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
@@ -131,8 +131,8 @@ _GRAPHS = (
     "the size of a message is known only when token counts have arrived: no graph can hold the ops of a chunk, and "
     "single parts of a layer are not captured either"
 )
-_HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch"
-_NO_HOOKS = "drop it, it would save one chunk for the whole micro-batch"
+_HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the full micro-batch"
+_NO_HOOKS = "drop it, it would save one chunk for the full micro-batch"
 
 
 def _weight_shards(args: argparse.Namespace) -> object:

@@ -236,7 +236,7 @@ def in_lowered_form(traced: Sequence[Event], phase: Phase, counts: frozenset[str
     - A micro-batch is cut before its chunks and put together behind them, two parts of one op; the simulation has it
       at the second place (in the backward: at the first). The other one goes.
     - The residual is added behind the sum of a token's rows, and where the layer is whole but for its experts, on the
-      whole micro-batch, reported as the first chunk's. Only the sum is kept, where the simulation has both.
+      unchunked micro-batch, reported as the first chunk's. Only the sum is kept, where the simulation has both.
 
     Args:
         counts: names of the token counts' messages.

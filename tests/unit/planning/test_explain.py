@@ -62,7 +62,7 @@ def test_explanation_sums_layers_and_names_gaps():
 
 def test_explanation_lists_alternatives_and_exclusions():
     profile = synthetic_profile(Machine(layers="mm"))
-    why = Exclusion("range=stack", "the router needs the whole micro-batch")
+    why = Exclusion("range=stack", "the router needs the full micro-batch")
     planned = make_plan(profile, Limits(pairing=(False,), max_memory_bytes=1, excluded=(why,)))
     explanation = explain(profile, planned.plan, planned)
     assert explanation.warning.startswith("no plan fits into")
@@ -82,7 +82,7 @@ def test_explanation_names_tiles():
     first, *_ = layer_lines(explanation)
     assert "one chunk, rows of other ranks in 2 tiles, a rank's own behind them; exposed" in first
     assert description(fixed_plan(1, tiles=1).segments[0]) == (
-        "the micro-batch as a whole; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
+        "the unchunked micro-batch; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
     )
 
 

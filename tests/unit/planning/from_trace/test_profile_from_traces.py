@@ -47,7 +47,7 @@ LINEAR_MS = {
 
 
 def whole(profile, layer_kind=None):
-    """Times of ops of whole micro-batches, by phase and kind."""
+    """Times of ops of unchunked micro-batches, by phase and kind."""
     return {
         (op.phase, op.kind): op.ms
         for op in profile.ops

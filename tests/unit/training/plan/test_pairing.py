@@ -217,7 +217,7 @@ def test_megatrons_flag_pairs_nothing_where_it_is_impossible(megatron_args, chan
     ("ends", "changes", "message"),
     [
         (fixed_plan(5), [], r"layers 1-end at the ends of a step \(chunks=5 .*--micro-batch-size is 4, so at most 4"),
-        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], "at the ends of a step .*looks at the whole micro-batch"),
+        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], "at the ends of a step .*looks at the full micro-batch"),
         (
             fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
             ["--context-parallel-size", 2],

@@ -241,7 +241,7 @@ def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
 
 REFUSED: list[tuple[list, str]] = [
     (["--transformer-impl", "inference_optimized"], "--transformer-impl inference_optimized .*transformer_engine or"),
-    ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold whole micro-batches"),
+    ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold unchunked micro-batches"),
     ([*TE, "--use-transformer-engine-op-fuser"], "--use-transformer-engine-op-fuser"),
     ([*TE, "--use-te-activation-func"], "--use-te-activation-func"),
     ([*TE, "--fused-residual-rmsnorm"], "--fused-residual-rmsnorm"),
@@ -262,7 +262,7 @@ REFUSED: list[tuple[list, str]] = [
     ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
-    (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
+    (["--save-dgrads-interval", 5], "it would save one chunk for the full micro-batch"),
     (["--tensor-parallel-num-weight-shards", 2], "tensor-parallel-num-weight-shards 2 "),
     (["--expert-tensor-parallel-num-weight-shards", 2], "expert-tensor-parallel-num-weight-shards 2 "),
 ]
