@@ -39,7 +39,7 @@ class AttentionChoice(StrEnum):
 
 
 class PairingChoice(StrEnum):
-    """Whether the backward of each micro-batch runs during the forward of the next one."""
+    """Whether the backward of each micro-batch is paired with the forward of the next."""
 
     ON = "on"
     """In every plan."""

@@ -38,7 +38,7 @@ def _plain_variants() -> list[Variant]:
 
 
 def _paired_variants() -> list[Variant]:
-    """The backward of a micro-batch during the forward of the next one."""
+    """The backward of a micro-batch with the forward of the next."""
     return [
         Variant("paired-k1", paired(fixed_plan(1))),
         Variant("paired-k1-none", paired(fixed_plan(1, DwPolicy.NONE))),

@@ -56,8 +56,7 @@ class AllToAll:
         return self.received(ticket)
 
     def wait_for_launch(self) -> bool:
-        """Waits until the splits are known, which comes before :meth:`received`. A backward paired with this forward
-        first.
+        """Waits until the splits are known, before :meth:`received`. A backward paired with this forward runs first.
 
         Returns:
             Whether the rows are sent in this message. Else the caller moves them, and calls :meth:`return_gradients`.

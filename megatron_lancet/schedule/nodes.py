@@ -1,8 +1,7 @@
 """How the ranks of an expert-parallel group lie on nodes.
 
 Legend: P ranks of an expert-parallel group on N nodes, L = P / N of them on each, V ranks that hold the parts of the
-same experts (expert tensor parallel size). The ranks of a node are neighbours, and so are the V expert-TP ranks of an
-expert.
+same experts (expert tensor parallel size). The ranks of a node are neighbours, and so are the V ranks.
 """
 
 from collections.abc import Sequence

@@ -132,11 +132,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The backward of each micro-batch runs during the forward of the next one, see ``schedule/pairing.py``.
+    """The backward of each micro-batch is paired with the forward of the next, see ``schedule/pairing.py``.
 
     At the two ends of a step a micro-batch has a forward or a backward without such a partner. With gradient
-    accumulation these are the first and the last one, with pipeline stages the micro-batches of the warm-up and of the
-    cool-down. They may run by settings of their own, such as more chunks.
+    accumulation these are the first and the last one, with pipeline stages the warm-up's and the cool-down's. They may
+    run by settings of their own, such as more chunks.
 
     Attributes:
         end_segments: like :attr:`Plan.segments`, for these micro-batches.
@@ -262,7 +262,7 @@ class Plan:
 
 
 def paired(middle: Plan, ends: Plan | None = None) -> Plan:
-    """A plan that runs each backward paired with the next forward.
+    """A plan that pairs each backward with the next forward.
 
     Args:
         middle: settings of the micro-batches in the middle of a step, without pairing.

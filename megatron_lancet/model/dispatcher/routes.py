@@ -16,8 +16,7 @@ from megatron_lancet.runtime.transport.base import TokenCounts
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert. Tensors that are made from them on a device are made once, when first
-    used.
+    """Rows of one chunk by rank and by expert. Device tensors are made once, when first used.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.

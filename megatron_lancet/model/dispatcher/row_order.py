@@ -44,9 +44,7 @@ class RowOrder:
             num_rows: their sum, m.
             last_expert_first: order the experts from the last to the first.
         """
-        return RowOrder._reorder_parts(
-            rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows
-        )
+        return RowOrder._parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
 
     @staticmethod
     def by_dims(sizes: torch.Tensor, dims: Sequence[int], num_rows: int) -> "RowOrder":
@@ -57,12 +55,10 @@ class RowOrder:
             dims: the dimensions in the new order.
             num_rows: their sum, m.
         """
-        return RowOrder._reorder_parts(sizes, lambda values: values.permute(*dims), num_rows)
+        return RowOrder._parts(sizes, lambda values: values.permute(*dims), num_rows)
 
     @staticmethod
-    def _reorder_parts(
-        sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int
-    ) -> "RowOrder":
+    def _parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
         """
         Args:
             sizes: number of rows of each part, in their present order.

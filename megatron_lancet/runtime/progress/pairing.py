@@ -1,4 +1,4 @@
-"""Runs the backward of a micro-batch during the forward of the next one, in the turns of ``schedule/pairing.py``."""
+"""Pairs the backward of a micro-batch with the forward of the next, in the turns of ``schedule/pairing.py``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
