@@ -63,7 +63,7 @@ class DocumentDataset(MegatronDataset):
         if num_samples and not len(self._documents):
             raise UsageError(
                 f"the {index_split.name} split of {dataset_path} has no document of {_SHORTEST} tokens or more, and "
-                f"{num_samples} samples are wanted. Change --split, or add documents."
+                f"{num_samples} samples are needed. Change --split, or add documents."
             )
         self._mask = _mask_of(dataset, dataset_path, config)
         self._order: tuple[int, np.ndarray] = (-1, indices[:0])

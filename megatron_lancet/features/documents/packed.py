@@ -57,7 +57,7 @@ class PackedMicroBatch:
         is_flat = hidden.size(1) == 1 and length < num_tokens
         if is_flat and num_ranks > 1:
             raise UsageError(
-                "the overlapping layers got the samples of a packed micro-batch one behind the other, [B * S, 1, H], "
+                "the overlapping layers got the samples of a packed micro-batch end to end, [B * S, 1, H], "
                 "cut over the ranks of --sequence-parallel or --context-parallel-size. Pass tokens as [B, S]."
             )
         documents = Documents(

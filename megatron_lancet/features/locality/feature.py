@@ -95,7 +95,7 @@ def choose_locality(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     given = f"{FLAG} {coeff:g}"
     if args.expert_model_parallel_size == 1:
         raise UsageError(
-            f"{given} draws tokens to the experts of their node, but --expert-model-parallel-size is 1 and every rank "
+            f"{given} favors experts on a token's own node, but --expert-model-parallel-size is 1 and every rank "
             "has all experts. Drop the flag."
         )
     if plan is None:
@@ -106,12 +106,12 @@ def choose_locality(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     per_node = ranks_per_node(args, config)
     if per_node is None:
         raise UsageError(
-            f"{given} draws tokens to the experts of their node, but it is not known which ranks share a node. Pass "
+            f"{given} favors experts on a token's own node, but it is not known which ranks share a node. Pass "
             f"{NODES_FLAG} N, the number of ranks that are started on each node, or drop the flag."
         )
     nodes = _nodes(args, per_node)
     if isinstance(nodes, str):
-        raise UsageError(f"{given} draws tokens to the experts of their node, but {nodes}. Drop the flag.")
+        raise UsageError(f"{given} favors experts on a token's own node, but {nodes}. Drop the flag.")
     return LocalityLoss(coeff, nodes)
 
 

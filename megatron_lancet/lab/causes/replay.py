@@ -245,7 +245,7 @@ class _Replay:
                 self._launch(event[0], event[1], time_ms)
         stuck = [rank.waits_for for rank in self._ranks if rank.waits_for is not None]
         if stuck:
-            raise CannotReplay(f"a rank waits for {stuck[0][0]}, which does not come")
+            raise CannotReplay(f"a rank waits for {stuck[0][0]}, which never arrives")
         exposed_ms = sum(rank.exposed_ms for rank in self._ranks) / len(self._ranks)
         return Waits(exposed_ms, max(rank.time_ms for rank in self._ranks))
 

@@ -121,9 +121,7 @@ def _passes(rank: RankEvents, step: tuple[float, float]) -> list[_Pass]:
     ops = [op for op in rank.main if begin_us <= op.start_us < end_us]
     others = [op for op in rank.others if begin_us <= op.start_us < end_us and op.name.startswith(NODE)]
     if any(op.name == _CHECKPOINT and _has_all_to_all(op) for op in ops):
-        raise TraceLacks(
-            rank.path, "layers that are recomputed as a whole", "Record a run without --recompute-granularity full"
-        )
+        raise TraceLacks(rank.path, "fully recomputed layers", "Record a run without --recompute-granularity full")
     found: list[_Pass] = []
     current: _Pass | None = None
     for op in sorted([*_flat(ops), *others], key=lambda one: one.start_us):
@@ -187,7 +185,7 @@ def _nodes_of_forwards(
         sequence = next((node.sequence for node in nodes if node.sequence is not None), None)
         place = len(forwards) - 1 if sequence is None else bisect_right(begins, sequence) - 1
         if place < 0:
-            raise TraceLacks(path, "a backward pass without its forward pass", "Record whole steps")
+            raise TraceLacks(path, "a backward pass without its forward pass", "Record full steps")
         if found[place]:
             raise TraceLacks(
                 path,
@@ -223,7 +221,7 @@ def _parts(rank: RankEvents, forwards: Sequence[Sequence[Event]], num_parts: int
         raise TraceLacks(
             rank.path,
             f"{len(forwards)} forward passes through {num_parts} parts of its layers, not {group} each by turns",
-            "Record whole steps without --microbatch-group-size-per-virtual-pipeline-stage",
+            "Record full steps without --microbatch-group-size-per-virtual-pipeline-stage",
         )
     return parts
 

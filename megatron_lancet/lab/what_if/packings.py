@@ -110,7 +110,7 @@ def in_steps(histogram: Mapping[int, int], seq_length: int) -> dict[int, int]:
             tokens = min(length - 1, seq_length)
             seen[tokens] = seen.get(tokens, 0) + count
     if not seen:
-        raise UsageError("no document has two tokens, a token and its label; nothing can be learned from them")
+        raise UsageError("no document has two tokens, a token and its label; a step would have no label")
     return seen
 
 

@@ -58,7 +58,7 @@ class DocumentBatch:
         if bounds[:, 0].any() or (bounds[:, -1] != num_positions).any() or (bounds.diff() < 0).any():
             raise UsageError(
                 f"cu_seqlens of each sample should rise from 0 to its {num_positions} positions, and a batch has "
-                f"{bounds.tolist()}. Mend the data set that gives them."
+                f"{bounds.tolist()}. Fix the data set that gives them."
             )
         starts = num_positions * torch.arange(num_samples, dtype=torch.int32)
         end_to_end = torch.unique_consecutive((bounds.int() + starts[:, None]).flatten())

@@ -209,7 +209,7 @@ def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | 
     for one in Dispatch.known().values():
         unknown = one.blocker(_layout(args, config, None))
         if unknown is not None and one.blocker(_layout(args, config, _SOME_NODES)) is None:
-            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} says it)"
+            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} sets it)"
     return None
 
 

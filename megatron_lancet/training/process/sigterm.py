@@ -66,7 +66,8 @@ class StopRequest:
             return
         self._asked = True
         timer = threading.Timer(
-            _PATIENCE_S, lambda: say(f"SIGTERM was received {_PATIENCE_S:g} s ago, and the run goes on: {self._status}")
+            _PATIENCE_S,
+            lambda: say(f"SIGTERM was received {_PATIENCE_S:g} s ago, and the run continues: {self._status}"),
         )
         timer.daemon = True
         timer.start()

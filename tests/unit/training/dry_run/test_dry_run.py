@@ -408,7 +408,7 @@ def test_plan_with_two_hops_needs_the_ranks_of_a_node(dry_run):
     assert plan.startswith(
         "chunks=1 dim=batch range=stack dw=fill dw-window=4 dispatch=two-hop; two hops over 2 nodes x 4"
     )
-    unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node says it)"
+    unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node sets it)"
     assert unknown in dry_run(MIXTRAL).plan
     tuned = dry_run(MIXTRAL, "--lancet-ranks-per-node", 4).plan
     assert unknown not in tuned

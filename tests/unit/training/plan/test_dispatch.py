@@ -166,7 +166,7 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     assert len(excluded) == is_told
     assert all(told.startswith(reason) for told in excluded)
     note = unknown_nodes_note(args, config)
-    expected = f"not {HOPS}: {reason} (--lancet-ranks-per-node says it)" if per_node is None else None
+    expected = f"not {HOPS}: {reason} (--lancet-ranks-per-node sets it)" if per_node is None else None
     assert note == expected
 
     with pytest.raises(UsageError) as refusal:
