@@ -42,10 +42,10 @@ class Machine:
         dw_ms: weight gradients of a layer kind's ops, by op.
         shares: of routed rows by rank.
         num_nodes: on which the ranks are, equally many on each.
-        between_nodes: time of a byte between nodes over that of a byte to all ranks, where there are several nodes.
+        between_nodes: time of a byte between nodes over the time of a byte to all ranks, where there are several nodes.
         inside_node: the same for a byte inside a node.
         topk: experts of a token, of two for each rank.
-        tiles: of a plan that was profiled, too; 0 for none. A part of the experts takes its part of the time and
+        tiles: of another profiled plan; 0 for none. A part of the experts takes its part of the time and
             ``overhead_ms``.
         pinned_bytes: of one dW of an unchunked micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.

@@ -113,7 +113,7 @@ def experts_scaled_by_another_group() -> Iterator[None]:
 
 @contextmanager
 def dropped_dw() -> Iterator[None]:
-    """Every second dW of the attention's projection, which is the one of a micro-batch's last chunk, is forgotten."""
+    """Every second dW of the attention's projection, the last chunk's, is lost."""
     from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 
     number = count()
@@ -128,7 +128,7 @@ def dropped_dw() -> Iterator[None]:
 
 @contextmanager
 def swapped_combines() -> Iterator[None]:
-    """The second chunk of a layer gets what was combined for the first one, and the first one that of the second."""
+    """The second chunk of a layer gets the combined rows of the first one, and vice versa."""
     from megatron_lancet.model import transformer_block
 
     def merge_hidden(stock: Any, parts: Any, segment: Any) -> Any:

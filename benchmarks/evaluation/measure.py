@@ -30,7 +30,7 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Plan
 
 _TOPIC = 64
-"""Half of a batch's tokens are of so many ids, which are others in each batch: experts' popularity drifts."""
+"""Half of a batch's tokens have ids out of this many, which change in each batch: experts' popularity drifts."""
 _WARM_UP_BATCHES = 2
 _RATE_CORRECTIONS = 3
 _BATCHES_PER_RATE = 5

@@ -28,7 +28,7 @@ class Pair:
     Attributes:
         name: of the op or message.
         own_ms: our profiler's.
-        trace_ms: that of the traces.
+        trace_ms: time of the traces.
         times: how often it is in a step.
     """
 

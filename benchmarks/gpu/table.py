@@ -102,7 +102,7 @@ class Row:
 
 
 def summarise(samples: Mapping[str, Samples], reference: str) -> dict[str, Row]:
-    """A row for each variant with at least two rounds in which the reference ran, too.
+    """A row for each variant with at least two rounds in which the reference also ran.
 
     Args:
         reference: the variant to compare with.

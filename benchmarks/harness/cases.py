@@ -107,7 +107,7 @@ class Variant:
         return self.plan is not None and self.plan.has_tiles
 
     def is_exact(self, topk: int) -> bool:
-        """Whether its loss and gradients must equal those of stock Megatron to the bit.
+        """Whether its loss and gradients must equal stock Megatron's to the bit.
 
         Args:
             topk: experts of a token.

@@ -293,7 +293,7 @@ def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE)
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
-        cases: names; empty for those of ``preset``.
+        cases: names; empty for the cases of ``preset``.
         variants: names; None for each case's own, or few of them, as ``preset`` says.
 
     Raises:

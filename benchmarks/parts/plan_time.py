@@ -26,7 +26,7 @@ LAYOUTS = {"all MoE": "m", "alternating dense and MoE": "dm"}
 SHARES = {"symmetric": (0.5, 0.5), "2 ranks": (0.6, 0.4)}
 LINKS_MS = (3.0, 12.0)
 BYTES_PER_LAYER = 10_700_000
-"""A memory bound between those of one and of four chunks."""
+"""A memory bound between the needs of one and of four chunks."""
 
 
 @dataclass(frozen=True)

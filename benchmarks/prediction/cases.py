@@ -1,9 +1,9 @@
 """What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch.
 
 In the case ``gradients`` gradients are summed over the ranks during the backward pass, on the same link, and Adam runs.
-In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may be paired with forwards; in those
-of :data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once; in those of
-:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops; in those of :data:`TILED_CASES`
+In :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may be paired with forwards; in
+:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may be sent once; in
+:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops; in :data:`TILED_CASES`
 rows go to the other rank in tiles.
 """
 
@@ -188,7 +188,7 @@ def choose(cases: list[str], configurations: list[str] | None, preset: Preset = 
     """The cases to run, in the order of :data:`CASES`.
 
     Args:
-        cases: names; empty for those of ``preset``.
+        cases: names; empty for the cases of ``preset``.
         configurations: names; None for each case's own.
 
     Raises:

@@ -38,7 +38,7 @@ def schedule_micro_batches(config: TransformerConfig) -> None:
     """Switch the overlap on, in place.
 
     Only after the config was made: it refuses fp32. Nothing in the schedule depends on the precision, and gradients are
-    compared with those of stock Megatron before anything is timed.
+    compared with stock Megatron's before anything is timed.
     """
     config.overlap_moe_expert_parallel_comm = True
 

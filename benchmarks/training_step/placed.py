@@ -1,4 +1,4 @@
-"""Puts the experts of a model on other ranks, and its gradients back on those of stock, to be compared."""
+"""Puts the experts of a model on other ranks, and its gradients back on stock's ranks, to be compared."""
 
 from collections.abc import Sequence
 from typing import Any

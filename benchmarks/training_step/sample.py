@@ -11,7 +11,7 @@ class Sample:
     """One step on one rank.
 
     With more than one micro-batch, passes may run side by side: forward figures are 0 then, and backward figures are
-    those of all passes.
+    the times of all passes.
 
     Attributes:
         step_ms: all of it, from a barrier on.

@@ -69,7 +69,7 @@ class Step:
     def run_by(self, plan: Plan) -> None:
         """Switch to another plan from the next step on. Call between steps, on all ranks.
 
-        A step by a plan that defers weight gradients needs a variant that does so, too.
+        A step by a plan that defers weight gradients needs a variant that also does so.
         """
         assert self.variant.plan is not None, "stock modules run no plan"
         assert self.variant.grad_chunk_bytes is None, "reductions in micro-ops need a context of their own"
@@ -77,7 +77,7 @@ class Step:
         self._context = model.schedules_for(self.module, plan)
 
     def run(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> tuple[Sample, torch.Tensor]:
-        """One step, begun together with those of the other ranks; the sample of this rank, and the loss.
+        """One step, begun together with the other ranks; the sample of this rank, and the loss.
 
         Args:
             around: makes a context around the timed region.

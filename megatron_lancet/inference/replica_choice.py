@@ -123,8 +123,8 @@ def check_replicas(args: argparse.Namespace, num_replicas: int, num_ranks: int) 
         raise UsageError(f"{FLAG} {num_replicas} is not possible: {why_not}.")
     if args.moe_expert_capacity_factor is not None:
         raise UsageError(
-            f"{FLAG} {num_replicas} does not work with --moe-expert-capacity-factor: a capacity is one of an expert, "
-            "wherever it is. Drop the replicas."
+            f"{FLAG} {num_replicas} does not work with --moe-expert-capacity-factor: a capacity belongs to an "
+            "expert, not to a replica. Drop the replicas."
         )
 
 

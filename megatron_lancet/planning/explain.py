@@ -26,7 +26,7 @@ class Reason(StrEnum):
     """Why a message is waited for."""
 
     DEPENDENCY = "dependency"
-    NO_DW = "weight gradients at once"
+    NO_DW = "no deferred weight gradients"
     NOTHING_LEFT = "nothing left to run"
     MEMORY = "memory"
     LINK = "link-bound"
@@ -41,7 +41,7 @@ class Reason(StrEnum):
 
 _IN_WORDS = {
     Reason.DEPENDENCY: "all remaining work needs a message that has not arrived",
-    Reason.NO_DW: "the plan computes weight gradients at once, and the other chunks wait too",
+    Reason.NO_DW: "the plan does not defer weight gradients, and the other chunks also wait",
     Reason.NOTHING_LEFT: "every weight gradient that was ready has run",
     Reason.MEMORY: "the work that would fill the gap does not fit into memory",
     Reason.LINK: "the link is the bottleneck: it is busy with earlier messages, or for longer than compute takes",

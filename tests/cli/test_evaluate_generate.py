@@ -352,7 +352,9 @@ class TestDamagedCheckpoints:
         """A pickle that would write a file: ``(lambda: pathlib.Path.touch(victim))()``, spelled as opcodes."""
         victim = tmp_path / "ran"
         next(copy.glob("iter_*/.metadata")).write_bytes(b"cpathlib\nPath.touch\n" + calls(victim))
-        assert "names pathlib.Path.touch, which is no part of a checkpoint's description" in self.refusal(tool, copy)
+        assert "names pathlib.Path.touch, which does not belong in a checkpoint's description" in self.refusal(
+            tool, copy
+        )
         next(copy.glob("iter_*/.metadata")).write_bytes(b"cos\nsystem\n(Vtouch " + str(victim).encode() + b"\ntR.")
         assert "names os.system" in self.refusal(tool, copy)
         assert not victim.exists()

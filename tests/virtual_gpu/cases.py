@@ -151,7 +151,7 @@ TE_CASES: dict[str, Case] = {
     "te/recompute/mla": Case([TWO], {**TE, **MLA, **selective("layernorm", "moe_act", "mla_up_proj")}),
     "recompute/norms": Case([TWO], selective("layernorm"), late=COMPUTE_LATE),
 }
-"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
+"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, also with local layers."""
 
 SMALL: dict[str, Any] = {"num_layers": 2}
 

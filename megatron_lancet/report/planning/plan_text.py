@@ -165,7 +165,7 @@ def _end_lines(content: PlanFile) -> Iterator[str]:
 
 def _dw_in_words(plan: Plan) -> str:
     if plan.dw_window == 0:
-        return "computed at once"
+        return "not deferred"
     bound = "" if plan.dw_memory_bytes is None else f", of at most {plan.dw_memory_bytes / 1e6:g} MB"
     return f"run while backward all-to-alls are in flight, at most {plan.dw_window} of them later{bound}"
 

@@ -39,7 +39,7 @@ def disturb(seed: int, stack: ExitStack) -> None:
 
 
 def unequal_seeds(plan: str, num_seeds: int) -> list[int]:
-    """Seeds with which a step's losses or gradients are not those of an undisturbed step."""
+    """Seeds with which a step's losses or gradients differ from an undisturbed step's."""
     with ExitStack() as stack:
         step = PairedStep(PLANS[plan], 60.0, stack)
         step.run()

@@ -179,7 +179,7 @@ def test_choices_arrive_with_probabilities_of_every_type(num_local, dtype):
 
 @pytest.mark.parametrize("expert_tp_size", [1, 2])
 def test_counts_are_distinct_rows_and_those_of_each_expert(expert_tp_size):
-    """For each rank that holds a part of the experts, too."""
+    """Also for each rank that holds a part of the experts."""
     comm = Comm(2 * expert_tp_size)
     dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(expert_tp_size))
     map_tE = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()

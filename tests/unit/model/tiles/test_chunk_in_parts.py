@@ -95,7 +95,7 @@ def exchange_in_parts(
 
 
 def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
-    """Sends a tile of each rank as its splits say; own rows are in none."""
+    """Sends a tile of each rank as its splits say; local tokens are in none."""
     part = chunks[0].routes.tiling.part_of_tile(tile)
     splits = [chunk.routes.known_splits(tile) for chunk in chunks]
     splits = [one.reversed() if back else one for one in splits]
@@ -115,7 +115,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 
-    Gradients of the inputs, too: a row that is made and not sent has none.
+    Also gradients of the inputs: a row that is made and not sent has none.
     """
     num_spare = num_spare if kind is DeduplicatedDispatcher else 0  # the plain one makes as many as are sent
     inputs = inputs_of(maps)

@@ -36,7 +36,7 @@ def test_planner_tries_tiles_where_plan_with_tiles_was_profiled():
     assert planned.prediction.step_ms < planned.no_overlap.step_ms
     before = dataclasses.replace(profile, ops=tuple(op for op in profile.ops if not op.tiles))
     assert numbers_of_tiles(make_plan(before, WITHOUT_DWS)) == {0}
-    # Experts on fewer rows have a price there, too, so tiles that are asked for can be compared.
+    # Experts on fewer rows also have a price there, so tiles that are asked for can be compared.
     assert numbers_of_tiles(make_plan(before, dataclasses.replace(WITHOUT_DWS, tiles=(0, 2)))) == {0, 2}
 
 

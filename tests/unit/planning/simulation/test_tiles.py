@@ -99,9 +99,9 @@ def test_messages_of_tiles_have_names_and_wait_for_one_counts():
 
 
 def test_a_step_with_one_tile_takes_what_its_lanes_take():
-    """Attention 1; the message 4.5; half of the own rows 2 next to it; tile 4; back 4.5, next to it the other half.
+    """Attention 1; the message 4.5; half of the local tokens 2 during it; tile 4; back 4.5, during it the other half.
 
-    The backward is the mirror: 4.5, next to it 2; 4; 4.5, next to it 2 and the weight gradient of 3; attention 1.
+    The backward is the mirror: 4.5, during it 2; 4; 4.5, during it 2 and the weight gradient of 3; attention 1.
     """
     simulator = Simulator(CostModel(synthetic_profile(MACHINE)))
     one_way = 1 + 4.5 + 4 + 4.5
@@ -113,10 +113,11 @@ def test_a_step_with_one_tile_takes_what_its_lanes_take():
 def test_every_tile_pays_the_latency_of_a_message():
     """Of 4 ms of rows in two tiles the first is here after 2.5 ms, the second, behind it, 2 ms later.
 
-    Forward: attention 1; tile 0 at 3.5, when the first half of the own rows has long run; its experts until 5.5, when
-    tile 1 is here, too; its experts until 7.5, own rows until 9.5. Outputs of tile 0 leave at 5.5, those of tile 1 at
-    7.5 but behind them until 8; so they are back at 8 and 10. If a message behind another pays the latency, too, tile 1
-    is here at 6, outputs of tile 0 leave behind it and are back at 8.5, and those of tile 1 behind them at 11.
+    Forward: attention 1; tile 0 at 3.5, when the first half of the local tokens has long run; its experts until 5.5,
+        when
+    tile 1 is here; its experts until 7.5, local tokens until 9.5. Outputs of tile 0 leave at 5.5, of tile 1 at
+    7.5 but behind them until 8; so they are back at 8 and 10. If a message behind another also pays the latency, tile 1
+    is here at 6, outputs of tile 0 leave behind it and are back at 8.5, outputs of tile 1 behind them at 11.
     """
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(MACHINE, dw_ms={}))))
     alone = simulator.predict(fixed_plan(1, tiles=2))
@@ -127,7 +128,7 @@ def test_every_tile_pays_the_latency_of_a_message():
 
 
 def test_measured_tiles_scale_the_experts_of_as_few_rows():
-    """A part of 128 rows takes 2 ms without tiles; it was measured with 3, and own rows with 2.5."""
+    """A part of 128 rows takes 2 ms without tiles; it was measured with 3, and local tokens with 2.5."""
     profile = synthetic_profile(MACHINE)
     one = OpTime(LayerKind.MOE, OpKind.EXPERTS, Phase.FORWARD, ChunkDim.BATCH, 1, 0, 128, 3.0, tiles=2)
     own = dataclasses.replace(one, kind=OpKind.OWN_EXPERTS, ms=2.5)

@@ -189,4 +189,4 @@ def test_sigterm_requests_a_stop_once_the_loop_runs(alone, monkeypatch, capfd):
     assert [(timer.interval_s, timer.num_starts) for timer in timers] == [(20.0, 1)]
     assert capfd.readouterr().err == ""
     timers[0].function()
-    assert capfd.readouterr().err == "SIGTERM was received 20 s ago, and the run goes on: rank 0, 2 steps done\n"
+    assert capfd.readouterr().err == "SIGTERM was received 20 s ago, and the run continues: rank 0, 2 steps done\n"
