@@ -31,7 +31,7 @@ DW_MS: dict[str, float] = {OpKind.ATTENTION: 3.0, OpKind.EXPERTS: 6.0, OpKind.ML
 
 @dataclass(frozen=True)
 class Machine:
-    """A made-up model and machine. Times are of a whole micro-batch; a chunk takes its part and ``overhead_ms``.
+    """A made-up model and machine. Times are of an unchunked micro-batch; a chunk takes its part and ``overhead_ms``.
 
     Attributes:
         layers: letters of the model's layers: ``m`` for MoE, ``d`` for dense; ``*``, ``E``, ``-`` for a hybrid model's.
@@ -47,7 +47,7 @@ class Machine:
         topk: experts of a token, of two for each rank.
         tiles: of a plan that was profiled, too; 0 for none. A part of the experts takes its part of the time and
             ``overhead_ms``.
-        pinned_bytes: of one dW of a whole micro-batch.
+        pinned_bytes: of one dW of an unchunked micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.
     """
 

@@ -80,7 +80,7 @@ def has_tiles() -> bool:
 
 
 def tiled() -> "Callable[..., Dispatch]":
-    """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
+    """Makes a dispatch with tiles: from another one, the number of tiles, and when local tokens run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
 
@@ -104,7 +104,7 @@ def command(flag: str) -> Callable[[], None]:
         UsageError: the installation does not have it.
     """
     if flag not in _COMMANDS:
-        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
     run: Callable[[], None] = load(_COMMANDS[flag])
     return run
 

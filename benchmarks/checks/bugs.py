@@ -1,7 +1,7 @@
 """Bugs that Megatron had or has, and bugs that the overlap could have, each with a launch that shows it.
 
-Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
-launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
+Bugs of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
+launch; one rank alone does not have them. Bugs of the overlap are put into its modules, which stock does not run.
 #6470 ports the fix of #5916 to another branch of Megatron: the same fault, put back in a different way.
 """
 
@@ -31,7 +31,7 @@ class Bug:
         name: issue or pull request of Megatron-LM; of the overlap what it does.
         what: what is wrong.
         flags: of a launch that shows it, behind :data:`BASE`.
-        guilty: axes and features of which it needs each.
+        causes: axes and features of which it needs each.
         shown: a part of the name of what differs, as the check calls it.
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
@@ -42,7 +42,7 @@ class Bug:
     name: str
     what: str
     flags: str
-    guilty: tuple[str, ...]
+    causes: tuple[str, ...]
     shown: str
     prepare: Prepare | None = None
     padding: bool = False

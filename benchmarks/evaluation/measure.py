@@ -35,7 +35,7 @@ _WARM_UP_BATCHES = 2
 _RATE_CORRECTIONS = 3
 _BATCHES_PER_RATE = 5
 _OTHER_TRAFFIC, _OTHER_TRAFFIC_BYTES = 0.02, 50_000
-"""On the wire beside rows: headers, a share of them; counts, and what each message costs."""
+"""On the wire next to rows: headers, a share of them; counts, and what each message costs."""
 
 
 def skewed_text(shape: Shape, num_batches: int, num_ranks: int) -> TokenStream:

@@ -75,7 +75,7 @@ class CaseSummary:
     """One case.
 
     Attributes:
-        whole: ops of whole micro-batches, each weight gradient included.
+        whole: ops of unchunked micro-batches, each weight gradient included.
         chunks: ops of chunks, which a trace of stock does not have.
         messages: by what is sent.
     """

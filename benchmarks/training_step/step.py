@@ -152,7 +152,7 @@ class Step:
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
     def peak_activation_bytes(self) -> int:
-        """Peak memory of a step beside weights, gradients and optimizer state."""
+        """Peak memory of a step without weights, gradients and optimizer state."""
         known = [tensor for p in self.module.parameters() for tensor in (p, p.main_grad)]
         memory = LiveMemory(known)
         # Communication runs on the main thread meanwhile; forwards of a plan with pairing have a thread of their own.

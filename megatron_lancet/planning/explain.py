@@ -82,8 +82,8 @@ class Filled:
 class LayerExplanation:
     """One layer of a plan, on the rank of its stage that waits longest.
 
-    The times are those of one micro-batch. Of a paired plan there are two for each layer: of a pair in the middle of
-    the step (a backward, and the forward beside it), and of the first forward and the last backward.
+    The times are of one micro-batch. A paired plan has two for each layer: of a pair in the middle of
+    the step (a backward, and the forward paired with it), and of the first forward and the last backward.
 
     Attributes:
         layer: global layer number.

@@ -35,7 +35,7 @@ class CommDtype(StrEnum):
         """What follows the name of a plan or a model whose messages have this format."""
         return "" if self is CommDtype.EXACT else f" comm_dtype={self}"
 
-    def of_message(self, op: Op) -> RowFormat:
+    def row_format(self, op: Op) -> RowFormat:
         """The format of one message of a run with this format."""
         if self is CommDtype.EXACT:
             return RowFormat.EXACT

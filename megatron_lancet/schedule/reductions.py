@@ -1,4 +1,4 @@
-"""Gradient reductions beside all-to-alls: priority, micro-ops of a bucket, and when they are launched.
+"""Gradient reductions during all-to-alls: priority, micro-ops of a bucket, and when they are launched.
 
 A running collective can't be preempted, so reductions between two all-to-alls must be small (Lina, training part).
 """

@@ -74,7 +74,7 @@ def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.dev
 def facts_of_run(
     args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
 ) -> RunFacts:
-    """What features may ask of a run with this plan.
+    """The settings of a run with this plan that features may change.
 
     Args:
         device: device of this rank; None in a dry run.

@@ -98,7 +98,7 @@ def _attention(args: argparse.Namespace) -> Iterator[Saved]:
 
 
 def is_gated(args: argparse.Namespace) -> bool:
-    """Whether the first layer of an MLP has a gate of the same size beside it."""
+    """Whether the first layer of an MLP has a gate of the same size next to it."""
     return args.swiglu or args.quick_geglu
 
 

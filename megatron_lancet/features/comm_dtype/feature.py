@@ -1,4 +1,4 @@
-"""``--lancet-comm-dtype``: whether a run's messages can be narrowed, and what the user is told of it."""
+"""``--lancet-comm-dtype``: whether a run's messages can be narrowed, and the notes for the user."""
 
 import argparse
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What an optimizer of Megatron keeps for a parameter beside it: the fp32 copy, and moments."""
+"""What an optimizer of Megatron keeps for a parameter next to it: the fp32 copy, and moments."""
 
 from typing import Any
 

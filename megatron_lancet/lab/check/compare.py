@@ -1,4 +1,4 @@
-"""How far a run's loss, gradients and gradient norm are from those of another run."""
+"""Compares a run's loss, gradients and gradient norm with another run's."""
 
 import json
 import math
@@ -12,7 +12,7 @@ TOLERANCE = 1e-4
 """Largest error that is taken for rounding: 20 times the largest of 25 random launches (docs/check.md), in fp32."""
 LOSS_TOLERANCE = 1e-5
 _SMALL = 1e-3
-"""Part of the norm of all gradients below which that norm is the measure: a gradient that is zero has an error, too."""
+"""Part of the norm of all gradients below which that norm is the measure: so a gradient of zero has an error."""
 
 
 @dataclass(frozen=True)

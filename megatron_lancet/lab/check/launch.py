@@ -91,13 +91,15 @@ def _ask(script: Path, reason: str) -> None:
     Raises:
         UsageError: the user declines, or there is no terminal.
     """
-    told = f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    needed = (
+        f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    )
     if sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{told}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{needed}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
         raise UsageError(f"{script} was not run. Pass Megatron's flags instead.")
-    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
+    raise UsageError(f"{needed}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
 
 
 def _training(started: Sequence[Started]) -> Started:

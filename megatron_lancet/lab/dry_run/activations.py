@@ -23,7 +23,7 @@ def activation_bytes(
         args: Megatron's arguments, validated.
         num_micro_batches: micro-batches of a step on a data-parallel rank.
         saves_scores: whether core attention keeps its matrices of scores, as unfused attention does.
-        is_paired: whether backwards run beside forwards by a plan; Megatron's own pairing counts in any case.
+        is_paired: whether backwards are paired with forwards by a plan; Megatron's own pairing counts in any case.
     """
     pairs = is_paired or args.overlap_moe_expert_parallel_comm
     peaks = []
@@ -46,7 +46,7 @@ def _in_flight(
     In Megatron's 1F1B schedule a rank runs forwards until the gradient of its first one arrives, and then alternates.
 
     Args:
-        pairs: whether forwards run beside backwards, which are of other virtual stages, so one more is needed.
+        pairs: whether forwards are paired with backwards, which are of other virtual stages, so one more is needed.
     """
     if num_chunks == 1:
         return Counter({0: min(num_micro_batches, num_stages - rank)})
@@ -81,7 +81,7 @@ def _kept_by_layer(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bo
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
-    """Bytes that exist for one micro-batch at a time: those of the output layer, and those of recomputed layers."""
+    """Bytes that exist for one micro-batch at a time: of the output layer, and of recomputed layers."""
     working = 0.0
     for chunk in stage.chunks:
         if chunk.has_output or chunk.num_mtp:
@@ -109,7 +109,7 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 def _layer_bytes(
     args: argparse.Namespace, kind: LayerKind, saves_scores: bool, dropped: frozenset[str] = frozenset()
 ) -> float:
-    """Bytes that a layer saves for one micro-batch, without those of recomputed modules."""
+    """Bytes that a layer saves for one micro-batch, without recomputed modules."""
     return sum(
         saved.num_bytes
         for saved in layer_tensors(args, kind, saves_scores)

@@ -47,7 +47,7 @@ def memory_of_stages(
     Args:
         args: Megatron's arguments, validated.
         saves_scores: whether core attention keeps its matrices of scores.
-        is_paired: whether backwards run beside forwards.
+        is_paired: whether backwards are paired with forwards.
     """
     value = args.params_dtype.itemsize
     gradient = _FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value

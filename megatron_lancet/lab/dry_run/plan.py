@@ -23,7 +23,7 @@ class DescribedPlan:
 
     Attributes:
         lines: the plan, its source, and what automatic tuning would do, for the user.
-        is_paired: whether its backwards run beside forwards.
+        is_paired: whether its backwards are paired with forwards.
         may_be_paired: whether that is for tuning to choose.
     """
 

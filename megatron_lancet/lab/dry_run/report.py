@@ -13,8 +13,8 @@ from megatron_lancet.lab.dry_run.stages import PipelineStage
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _HOW = (
     "weights, gradients, optimizer: counted weight by weight, shared out as the distributed optimizer does",
-    "activations: what autograd keeps of the micro-batches in flight, for balanced routing, and what is recomputed at "
-    "once; no workspaces, no buffers of communication, no fragmentation: leave room",
+    "activations: tensors that autograd keeps of the micro-batches in flight, for balanced routing, and tensors "
+    "recomputed at a time; no workspaces, no buffers of communication, no fragmentation: leave a margin",
 )
 
 
@@ -64,10 +64,10 @@ def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory
 
     Args:
         memory: as estimated for the plan, by pipeline stage.
-        paired: the same with backwards beside forwards.
+        paired: the same with backwards paired with forwards.
     """
     if plan.is_paired:
-        return ["the activations above include those of the forward beside a backward"]
+        return ["the activations above include a forward that runs during a backward"]
     if not plan.may_be_paired:
         return []
     more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))

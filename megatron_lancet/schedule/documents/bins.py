@@ -54,7 +54,7 @@ def balanced(drawn: Sequence[Sequence[int]], num_bins: int, cost: DocumentCost, 
     """Deal the samples of all ranks so that the bins of a column take nearly the same time on all of them.
 
     The sum over columns of the slowest bin is kept small, and the largest bin of all as well: the two terms of a step's
-    time, in a pipeline, too.
+    time, also in a pipeline.
 
     Args:
         drawn: per rank, tokens of its samples in the order drawn.

@@ -96,6 +96,6 @@ def test_activations_are_counted(failed_steps, plan):
 
 
 def test_steps_on_an_erratic_wire_equal_an_undisturbed_one(tmp_path):
-    """Whose turn it is depends on no clock: ranks that are out of step wait for each other, and never for ever."""
+    """Whose turn it is depends on no clock: ranks that are out of step wait for each other, and never forever."""
     for result in launch.results_of(unequal_seeds_of_plans, 2, tmp_path, args=[15]):
         assert result == {plan: [] for plan in PLANS}

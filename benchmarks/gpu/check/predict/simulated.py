@@ -17,7 +17,7 @@ from megatron_lancet.testkit.virtual_gpu.playback.by_op import timeline_of
 from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
 _NUM_COUNTS_KERNELS = 3
-"""Kernels beside an exchange of counts: their sum, and the copies to the host."""
+"""Kernels during an exchange of counts: their sum, and the copies to the host."""
 _LARGE = 1 << 30
 """Bytes of a message; its time and the latency give that of all others."""
 
@@ -77,7 +77,7 @@ def _profile(own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Lin
 
 
 def _alone(step: Step, bytes_per_s: float, link: Link) -> Any:
-    """A step whose kernels take as long as with no message beside them, and whose host only waits for counts."""
+    """A step whose kernels take as long as with no concurrent message, and whose host only waits for counts."""
     device = device_model(bytes_per_s, link)
     free = replace(device.with_launch_us(0), host_wait_us=device.host_wait_us, message_sms=0)
     # The simulator knows no waits of the host but those for counts, which are for an event.

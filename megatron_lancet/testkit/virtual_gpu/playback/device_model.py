@@ -9,7 +9,7 @@ NVLINK = Link(10.0, 350.0)
 """A rank's share of NVLink 4: 450 GB/s each way by NVIDIA's data sheet of the H100 SXM, of which about 350 arrive."""
 
 _EVENTS_PER_LAUNCH = 0.25
-"""Host time of recording an event, or of making a stream wait for it, by that of a launch."""
+"""Host time of recording an event, or of making a stream wait for it, over the time of a launch."""
 
 
 @dataclass(frozen=True)

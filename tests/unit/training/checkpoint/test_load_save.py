@@ -49,7 +49,7 @@ def raising(error: BaseException):
 def test_too_little_disk_space_ends_the_run_before_saving(folder, alone, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
     expected = rf"of step 8 was not saved: {folder} has 0\.0 MB free, and the last .* takes 0\.0 MB: free some space\. "
-    with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still that of step 6"):
+    with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still from step 6"):
         Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
 
 
