@@ -48,7 +48,7 @@ class PairingChoice(StrEnum):
 
 
 class CacheChoice(StrEnum):
-    """Where measured profiles are kept, other than in a folder that the user names."""
+    """Folder of measured profiles, if the user names none."""
 
     OFF = "off"
     """Profiles are not kept."""

@@ -184,7 +184,7 @@ class Feature:
         return None
 
     def note(self, facts: RunFacts) -> str:
-        """What the line on the plan says of the feature, from "; " on; empty for nothing."""
+        """The feature's part of the plan's line, from "; " on; empty for nothing."""
         return ""
 
     def missing_files(self, config: "LancetConfig") -> Iterator[str]:

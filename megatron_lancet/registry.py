@@ -48,7 +48,7 @@ _POSITION = "megatron_lancet.runtime.progress.pairing:Pairing"
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
 }
-"""What flags run in place of a training."""
+"""Commands that flags run in place of a training."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -98,7 +98,7 @@ def model_parts() -> "tuple[ModelPart, ...]":
 
 
 def command(flag: str) -> Callable[[], None]:
-    """What a flag runs in place of a training.
+    """The command that a flag runs in place of a training.
 
     Raises:
         UsageError: the installation does not have it.

@@ -1,4 +1,4 @@
-"""What the rows of a chunk cost with a dispatch, and the same plan with another dispatch."""
+"""Costs of a chunk's rows with a dispatch, and the same plan with another dispatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
 
 
 class DispatchCosts:
-    """What the ops of a dispatch work on, and what its messages carry. These are the answers of the plain one.
+    """Rows of the ops and of the messages of a dispatch; here of the plain one.
 
     Ops have the times that were measured with the dispatch. Where none were, they have the plain one's: what the sender
     no longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves

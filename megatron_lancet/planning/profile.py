@@ -120,7 +120,7 @@ class ModelFacts:
 
     @property
     def layout(self) -> Layout:
-        """What a dispatch depends on, as far as a profile has it."""
+        """The layout that a dispatch depends on, as far as a profile has it."""
         return Layout(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity, self.nodes)
 
     def row_bytes_to(self, num_groups: int) -> int:

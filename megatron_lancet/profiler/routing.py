@@ -24,7 +24,7 @@ class ChunkKey(NamedTuple):
 
 
 Rows = Mapping[ChunkKey, RoutedRows]
-"""Where the tokens of each chunk of a rank go."""
+"""Destinations of the tokens of each chunk of a rank."""
 
 
 class RankRouting(NamedTuple):

@@ -18,7 +18,7 @@ REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
-"""What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
+"""Keys on received rows, taken from the rank with the most. All ranks that exchange rows split the same chunks."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class BackwardMessages(Protocol):
 
 @dataclass(frozen=True)
 class CommSettings:
-    """What may change between the steps of a model; the same on all ranks, but for ``expert_rows``.
+    """Settings that may change between the steps of a model; the same on all ranks, but for ``expert_rows``.
 
     Attributes:
         dispatch: what all-to-alls carry.

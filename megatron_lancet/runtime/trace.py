@@ -144,7 +144,7 @@ class WeightGradFacts:
 
 
 class RoutedRows(NamedTuple):
-    """Where the tokens of one chunk of a rank go in one layer, whatever its dispatch carries.
+    """Destinations of the tokens of one chunk of a rank in one layer, for any dispatch.
 
     Attributes:
         rows: pairs of a token and one of its experts, by rank of the expert.

@@ -32,7 +32,7 @@ class CommDtype(StrEnum):
 
     @property
     def in_name(self) -> str:
-        """What follows the name of a plan or a model whose messages have this format."""
+        """Suffix of the name of a plan or a model whose messages have this format."""
         return "" if self is CommDtype.EXACT else f" comm_dtype={self}"
 
     def row_format(self, op: Op) -> RowFormat:

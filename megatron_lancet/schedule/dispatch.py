@@ -31,7 +31,7 @@ NO_TILES = "this installation has no tiles"
 
 
 class Dispatch(Named):
-    """What all-to-alls carry, and in which messages. The combine brings as many rows back.
+    """The rows of all-to-alls, and their messages. The combine brings as many rows back.
 
     Two of the same name are equal. They sort by name.
 

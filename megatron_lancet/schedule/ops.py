@@ -33,7 +33,7 @@ _PHASES_IN_WORDS = {
 
 
 class OpKind(StrEnum):
-    """What an op does, in Megatron's words, in the order of the data. No other file spells these strings."""
+    """Kind of an op, in Megatron's words, in the order of the data. No other file spells these strings."""
 
     EMBEDDING = "embedding"
     """Token and position embedding, on the full micro-batch."""
@@ -76,7 +76,7 @@ class OpKind(StrEnum):
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
     MTP_PROJECTION = "mtp_projection"
-    """What precedes the layer of a multi-token prediction, on the full micro-batch: the norm of the layers before it,
+    """Runs before the layer of a multi-token prediction, on the full micro-batch: the norm of the layers before it,
     the embedding of the next tokens and the projection of both."""
     HEAD = "head"
     """Final norm, output layer and loss, on the full micro-batch."""
@@ -201,7 +201,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Verb:
-    """What is done with an op; one subclass for each.
+    """An instruction on an op; one subclass for each.
 
     Attributes:
         kind: kind of the op.
@@ -254,4 +254,4 @@ class AddResidual(Verb):
 
 
 Layer = tuple[Verb, ...]
-"""What a chunk does in a layer, in order."""
+"""The instructions of a chunk in a layer, in order."""

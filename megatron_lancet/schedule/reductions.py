@@ -25,7 +25,7 @@ _BEFORE_PLACE = FIRST_DISPATCHES
 
 
 class CommPriority(StrEnum):
-    """Which of gradient reductions and all-to-alls gets the network first."""
+    """Order of gradient reductions and all-to-alls on the network."""
 
     OFF = "off"
     """First come, first served: Megatron launches a bucket's reduction when its gradients are complete."""

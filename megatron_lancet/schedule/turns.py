@@ -133,7 +133,7 @@ def verbs_of(
     num_chunks: int = 1,
     dispatch: Dispatch = PLAIN,
 ) -> Layer:
-    """What a chunk does in a layer of a kind, in order.
+    """The verbs of a chunk in a layer of a kind, in order.
 
     Args:
         has_shared_experts: whether the model's MoE layers have experts that see all tokens.

@@ -35,7 +35,7 @@ class BinSettings:
 
 @dataclass
 class BinFigures:
-    """What bins were worth in the training steps so far.
+    """The effect of bins in the training steps so far.
 
     Attributes:
         num_steps: how many there were.

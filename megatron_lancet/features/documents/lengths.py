@@ -78,7 +78,7 @@ class Documents:
         return max(map(max, self.lengths))
 
     def once[T](self, key: object, make: Callable[[], T]) -> T:
-        """What ``make`` returned at the first call with this key: layers need the same tensors."""
+        """The result of ``make`` at the first call with this key: layers need the same tensors."""
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]

@@ -1,4 +1,4 @@
-"""What Megatron's ``PackedSeqParams`` say of a micro-batch, as its chunks need it.
+"""Reads Megatron's ``PackedSeqParams`` of a micro-batch for its chunks.
 
 Legend of shapes: S positions of a sequence, s those on this rank, B samples, H hidden size, R channels of a rotary
 embedding.

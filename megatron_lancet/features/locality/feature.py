@@ -124,7 +124,7 @@ def _nodes(args: argparse.Namespace, per_node: int) -> Nodes | str:
 
 
 def locality_note(locality: LocalityLoss | None) -> str:
-    """What the plan's line says of the loss; empty without one."""
+    """The loss's part of the plan's line; empty without one."""
     if locality is None:
         return ""
     return f"; locality loss {locality.coeff:g} on {locality.nodes}: the model trains with another loss than stock's"

@@ -8,7 +8,7 @@ from megatron_lancet.flags import CheckedFlags, flag
 
 @dataclass(frozen=True)
 class PlacementFlags(CheckedFlags):
-    """Where experts are, and whether they move."""
+    """Placement of experts, and whether they move."""
 
     expert_placement: Path | None = flag(
         None,

@@ -177,7 +177,7 @@ def present_placement(stages: Sequence[LanguageModel]) -> dict[int, Placement]:
 
 
 def placement_note(placements: Mapping[int, Placement] | None) -> str:
-    """What the plan's line says of a placement; empty for Megatron's."""
+    """The placement's part of the plan's line; empty for Megatron's."""
     if not placements:
         return ""
     moved = sum(experts != contiguous(len(experts)) for experts in placements.values())

@@ -218,7 +218,7 @@ class Rebalancer:
 
 
 def _expert_bytes(moe: Any, beside: OptimizerTensors) -> int:
-    """What moves with one expert of a layer: weights, main copies and moments."""
+    """The tensors that move with one expert of a layer: weights, main copies and moments."""
     slots_of(moe)  # makes experts that were never moved return their parameters by slot
     return sum(
         tensor.nbytes

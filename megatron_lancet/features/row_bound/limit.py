@@ -80,7 +80,7 @@ class RowLimit:
     def with_counts_of_all(
         self, count: Callable[[], torch.Tensor], routing_map_tE: torch.Tensor, num_peers: int
     ) -> torch.Tensor:
-        """What is sent to the peers, [Q * (c + E)]: what is for each alone, and the rows from here to every expert.
+        """The counts sent to the peers, [Q * (c + E)]: counts for each alone, and the rows from here to every expert.
 
         Args:
             count: returns what is for each alone, [Q * c].

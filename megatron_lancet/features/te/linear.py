@@ -73,7 +73,7 @@ class _WeightWithPlaceholder(DeferredWeight):
 
 
 class _StoreOfModule:
-    """What a module takes for Transformer Engine's ``WeightGradStore``."""
+    """Takes the place of Transformer Engine's ``WeightGradStore`` in a module."""
 
     enabled = True
     context = None

@@ -1,4 +1,4 @@
-"""What a dispatch in tiles costs: that without tiles, in parts.
+"""Costs of a dispatch in tiles: the costs without tiles, in parts.
 
 Experts that get their rows in tiles cost what they cost on as few rows. If a plan with tiles was profiled, each op is
 scaled by the ratio of what was measured there to that.

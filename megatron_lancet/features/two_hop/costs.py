@@ -1,4 +1,4 @@
-"""What two hops cost: a row for each *node* that has any of a token's experts, and there one for each such rank.
+"""Costs of two hops: a row for each *node* that has any of a token's experts, and there one for each such rank.
 
 Legend: P ranks of an expert-parallel group on N nodes, L = P / N of them on each, V ranks that hold the parts of the
 same experts, E experts of a layer, k experts of a token, t tokens of a chunk on a rank.

@@ -179,7 +179,7 @@ class TwoHopDispatcher:
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: TwoHopRoutes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """What arrived with the second hop, as it is; :meth:`through_experts` orders it."""
+        """The rows of the second hop, unordered; :meth:`through_experts` orders them."""
         return received
 
     def through_experts(

@@ -26,7 +26,7 @@ NOTHING_LEFT, UNEXPLAINED = "nothing_left_to_run", "unexplained"
 
 @dataclass(frozen=True)
 class CausePart:
-    """What one cause costs.
+    """The cost of one cause.
 
     Attributes:
         ms: its part of the exposed time of a step, mean over ranks; below 0 where its removal makes ranks wait longer.

@@ -20,7 +20,7 @@ KEY = "exposed_by_cause"
 
 @dataclass(frozen=True)
 class CausesFlags(CheckedFlags):
-    """Which steps are traced for causes."""
+    """The steps that are traced for causes."""
 
     diagnose_interval: int = flag(
         0,

@@ -1,4 +1,4 @@
-"""What the computing thread of each rank did in a traced step, as a list that can be played again at other paces.
+"""The work of each rank's computing thread in a traced step, as a list that can be replayed at other paces.
 
 An op is cut into parts by waits, weight gradients and messages that it launches. Its parts of all ranks belong
 together, so that an op takes as long as the ranks' median of the same op where drift is removed.
@@ -26,7 +26,7 @@ _BETWEEN = "between ops, before "
 
 
 class Code(IntEnum):
-    """What an item of a program is."""
+    """Kind of an item of a program."""
 
     WORK = 0
     LAUNCH = 1

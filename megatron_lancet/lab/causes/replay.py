@@ -52,7 +52,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """What ranks waited for in a replay, mean over the ranks.
+    """Waits in a replay, mean over the ranks.
 
     Attributes:
         exposed_ms: in all.

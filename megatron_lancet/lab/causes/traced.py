@@ -12,7 +12,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class TracedRank:
-    """What one rank recorded of a step.
+    """One rank's record of a step.
 
     Attributes:
         timeline: on the group's common clock.

@@ -28,7 +28,7 @@ _FEATURES = {
     "multi-token prediction": ("--mtp-num-layers",),
     "latent attention": ("--multi-latent-attention", "--qk-layernorm"),
 }
-"""What is removed, one at a time, next to the axes, where a launch has it: its flags."""
+"""Flags of the features that are removed one at a time, in addition to the axes."""
 
 
 class Verdict(StrEnum):
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a difference comes from.
+    """The causes of a difference.
 
     Attributes:
         axes: axes of the layout and features without which, each alone, there is none.
@@ -57,7 +57,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The findings of a check.
 
     Attributes:
         stock: stock Megatron with the layout, compared with one rank.

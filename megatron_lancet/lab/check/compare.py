@@ -17,7 +17,7 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training step of a run found.
+    """Results of one training step of a run.
 
     Attributes:
         gradients: whole gradients by their names in a checkpoint, with the number of the layer where a tensor has all.
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def wrong(self) -> list[str]:
-        """What differs by more than rounding: ``loss``, ``grad norm``, and names of parameters."""
+        """Values that differ by more than rounding: ``loss``, ``grad norm``, and names of parameters."""
         found = ["loss"] if not self.loss <= LOSS_TOLERANCE else []
         found += ["grad norm"] if not self.grad_norm <= TOLERANCE else []
         found += [name for name, error in self.parameters.items() if not error <= TOLERANCE]

@@ -1,4 +1,4 @@
-"""What a launch script would start: it is run with stand-ins for launchers, which write their command line down.
+"""Finds the training of a launch script: runs it with stand-ins for launchers, which record their command line.
 
 The script runs in its own namespaces (:mod:`sandbox`), with read-only files and no network. Commands without a stand-in
 therefore have no effect either. If this is impossible, the user is asked.

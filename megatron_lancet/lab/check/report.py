@@ -1,4 +1,4 @@
-"""What a check found, as a table for a terminal and as JSON."""
+"""The findings of a check, as a table for a terminal and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any

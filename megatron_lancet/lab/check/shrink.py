@@ -56,7 +56,7 @@ _ON_GPUS = {
     "--pipeline-model-parallel-layout",
     "chance": "--moe-input-jitter-eps --moe-router-force",
 }
-"""What is left out, with the beginnings of its flags."""
+"""Parts that are left out, with the prefixes of their flags."""
 
 
 @dataclass(frozen=True)

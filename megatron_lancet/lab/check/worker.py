@@ -33,7 +33,7 @@ _OUR_BLOCK = "megatron_lancet.model.transformer_block"
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks of a run do.
+    """The work of the ranks of a run.
 
     Attributes:
         words: the command line.

@@ -73,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank recorded.
+    """One rank's record.
 
     Attributes:
         path: of the trace, for messages.

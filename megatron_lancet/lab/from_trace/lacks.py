@@ -1,4 +1,4 @@
-"""What a trace must have, and the one message about what it lacks."""
+"""The contents that a trace must have, and the one message about missing ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Where time goes inside ops: in calls that take longer with more tokens, and in calls of the attention's core.
+"""The time inside ops: in calls that take longer with more tokens, and in calls of the attention's core.
 
 A call counts with its own time, without the calls that it makes.
 """

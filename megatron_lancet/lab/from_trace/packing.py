@@ -1,4 +1,5 @@
-"""What our ops do next to stock's: a dispatch packs rows and their probabilities into one message, for one more copy.
+"""Work of our ops in addition to stock's: a dispatch packs rows and their probabilities into one message, for one more
+copy.
 
 Stock sends probabilities in an all-to-all of their own. The copy is in the op that makes the rows: the permutation in
 the forward, the experts in the backward. It takes about as long as the permutation, which copies the same rows.

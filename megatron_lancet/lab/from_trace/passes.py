@@ -199,7 +199,7 @@ def _nodes_of_forwards(
 
 
 def _parts(rank: RankEvents, forwards: Sequence[Sequence[Event]], num_parts: int) -> list[int]:
-    """Which of the rank's parts of the layers each forward pass goes through.
+    """The rank's part of the layers for each forward pass.
 
     Interleaved stages run as many micro-batches through one part as there are stages, then as many through the next.
 

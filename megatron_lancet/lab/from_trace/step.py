@@ -78,7 +78,7 @@ class TracedStep:
 
 @dataclass
 class _Collected:
-    """What the micro-batches of a step add to it."""
+    """Collects a step from its micro-batches."""
 
     spans: list[Span] = field(default_factory=list)
     received_rows: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))

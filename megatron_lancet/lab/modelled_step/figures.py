@@ -19,7 +19,7 @@ from megatron_lancet.testkit.virtual_gpu.playback.player import Playback, play
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What one layer adds to a log.
+    """One layer's part of a log.
 
     Attributes:
         forward: kernels of the forward pass.
@@ -51,7 +51,7 @@ class ModelledStep:
 
 @dataclass(frozen=True)
 class Depth:
-    """What was recorded of a model.
+    """The record of a model.
 
     Attributes:
         num_layers: number of its layers.

@@ -41,7 +41,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Recording:
-    """What one micro-batch enqueued, or a step in pairs.
+    """The work enqueued by one micro-batch, or by a step in pairs.
 
     Attributes:
         messages: all-to-alls of a plan; empty for stock modules.

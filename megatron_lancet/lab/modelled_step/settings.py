@@ -47,7 +47,7 @@ a few layers would then show no launch cost."""
 
 @dataclass(frozen=True)
 class ModelledRun:
-    """What is built and recorded.
+    """The model that is built and recorded.
 
     Attributes:
         args: Megatron's arguments, validated.

@@ -57,7 +57,7 @@ def kernel_args(span: Span, row: int, rank: int, groups: Sequence[Sequence[int]]
 
 
 def collective_name(name: str) -> str:
-    """What torch calls the collective of a message."""
+    """Name of the collective of a message in torch."""
     op = Op.find(name)
     if op is None:
         return _REDUCTION

@@ -1,4 +1,4 @@
-"""What micro-batches of documents cost, from a profile of micro-batches of whole samples.
+"""Costs of micro-batches of documents, from a profile of micro-batches of uncut samples.
 
 A document's positions attend to it alone. So only the attention time of a micro-batch depends on more than its
 tokens: one part of it grows with tokens, the other with pairs of a position and one up to it in the same document.
@@ -38,7 +38,7 @@ _BY_RECEIVED_ROWS = (OpKind.EXPERTS, OpKind.OWN_EXPERTS)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes in one micro-batch.
+    """The work of one rank in one micro-batch.
 
     Attributes:
         num_tokens: positions, padding included.
@@ -334,7 +334,7 @@ class ColumnTimes:
 
 
 def _family(one: OpTime | WeightGradTime) -> tuple[object, ...]:
-    """What measurements of other numbers of chunks have in common."""
+    """The common key of measurements with different numbers of chunks."""
     if isinstance(one, WeightGradTime):
         return one.layer_kind, one.name
     return one.layer_kind, one.kind, one.phase, one.dispatch, one.tiles

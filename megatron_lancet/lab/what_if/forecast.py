@@ -198,7 +198,7 @@ class Forecaster:
         return with_moved_reduction(self.profile, in_layout(self.profile, layout), layout, cluster)
 
     def dispatches(self, layout: Layout) -> tuple[Dispatch, ...]:
-        """What all-to-alls may carry in a layout."""
+        """Dispatches that are possible in a layout."""
         return tuple(CostModel(self.moved(layout)).possible_dispatches())
 
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:

@@ -31,7 +31,7 @@ type Packing = Callable[[Drawn], Ranks]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step has.
+    """The documents and settings of a step.
 
     Attributes:
         num_ranks: data-parallel ranks.

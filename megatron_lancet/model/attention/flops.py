@@ -1,4 +1,4 @@
-"""What attention to one more position costs, from the sizes of a model."""
+"""Cost of attention to one more position, from the sizes of a model."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -119,7 +119,7 @@ class Dispatcher(Protocol):
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: Any, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """What is kept for the experts of the rows received: tokens [M, H] and their probabilities [M, ...]."""
+        """The tensors kept for the experts from the rows received: tokens [M, H] and their probabilities [M, ...]."""
 
     def through_experts(
         self,

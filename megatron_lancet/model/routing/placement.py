@@ -14,7 +14,7 @@ import torch
 
 
 class Slots:
-    """Which expert each slot of a layer holds; the slots of a rank are neighbours, in rank order."""
+    """The expert in each slot of a layer; the slots of a rank are neighbours, in rank order."""
 
     def __init__(self, experts: Sequence[int], rank: int, num_ranks: int) -> None:
         """

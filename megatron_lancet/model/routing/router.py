@@ -27,7 +27,7 @@ from megatron_lancet.model.samples import Documents
 
 
 class Slots(Protocol):
-    """Which expert each slot of a layer holds; the slots of a rank are neighbours, in rank order.
+    """The expert in each slot of a layer; the slots of a rank are neighbours, in rank order.
 
     Attributes:
         experts: the logical expert of each slot.

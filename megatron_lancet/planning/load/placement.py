@@ -1,4 +1,4 @@
-"""Which rank holds which expert: the placement of least cost for a measured load, and its file.
+"""Places experts on ranks: the placement of least cost for a measured load, and its file.
 
 A placement of a layer lists the (logical) expert of each slot; the slots of a rank are neighbours, in rank order, so
 that Megatron's own placement is 0, 1, 2, ... Every rank holds equally many experts.

@@ -74,7 +74,7 @@ def mean_absolute_error(forecast: Sequence[float], found: Sequence[float]) -> fl
 
 
 def layer_popularity(windows: Sequence[Sequence[int]], num_top: int) -> LayerPopularity:
-    """What the windows of a layer say.
+    """Popularity in the windows of a layer.
 
     Args:
         windows: rows of each expert, [windows][E]; at least one window.

@@ -218,7 +218,7 @@ class RowsOfRanks:
 def rows_of_ranks(
     rows: Sequence[Sequence[int]], holders: ExpertHolders, ranks_per_node: int | None = None
 ) -> RowsOfRanks:
-    """Where the rows of a batch go by the rule of :func:`holder_of`.
+    """Rows of a batch for each rank by the rule of :func:`holder_of`.
 
     Args:
         rows: of one batch, from each rank for each expert, [P][E].

@@ -219,7 +219,7 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """What all-to-alls carry; see :class:`SearchSpace`. ``chosen`` is None if no dispatch is allowed and possible."""
+    """The dispatch of a search; see :class:`SearchSpace`. ``chosen`` is None if no dispatch is allowed and possible."""
 
     chosen: Dispatch | None
     rival: Dispatch | None
@@ -228,7 +228,7 @@ class DispatchChoice:
 
 
 def chosen_dispatch(costs: CostModel, allowed: Sequence[Dispatch]) -> DispatchChoice:
-    """What all-to-alls carry in every plan for a profile, and why not something else.
+    """The dispatch of every plan for a profile, and the reasons against others.
 
     Plans are not simulated with both the plain dispatch and another one that sends fewer bytes in the same messages,
     which would take twice as long, because the bytes decide. Whatever the segments and chunks, deduplicated dispatch

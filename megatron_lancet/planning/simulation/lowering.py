@@ -256,7 +256,7 @@ class Lowering:
 
 
 class _Way:
-    """What is known of a dispatch: the verbs of layers, and what they cost."""
+    """A dispatch's verbs of layers, and their costs."""
 
     def __init__(self, costs: DispatchCosts) -> None:
         self.costs = costs

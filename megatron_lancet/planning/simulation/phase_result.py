@@ -1,4 +1,4 @@
-"""What the engine finds in one phase, forward or backward, of a micro-batch."""
+"""The engine's results of one phase, forward or backward, of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -31,7 +31,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Played:
-    """What was simulated of a step on one stage.
+    """A simulated step on one stage.
 
     Attributes:
         num_micro_batches: micro-batches of the step.

@@ -1,4 +1,4 @@
-"""Where a sequence of documents is cut into chunks: near equal cost, at the end of a document if one is near."""
+"""Cuts a sequence of documents into chunks: near equal cost, at the end of a document if one is near."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

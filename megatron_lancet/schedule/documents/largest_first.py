@@ -40,7 +40,8 @@ def largest_first(
 
 
 def _shares(costs: Sequence[float], num_ranks: int, num_bins: int) -> list[float]:
-    """What each bin should cost, column after column: the same level, or the cost of the column's largest sample.
+    """The cost that each bin should have, column after column: the same level, or the cost of the column's largest
+    sample.
 
     The largest samples are seeds, ``num_ranks`` to a column. Shares add up to the cost of all samples unless the seeds
     alone exceed it.

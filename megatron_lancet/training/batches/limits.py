@@ -1,4 +1,4 @@
-"""What samples of documents do not work with."""
+"""Settings that do not work with samples of documents."""
 
 import argparse
 

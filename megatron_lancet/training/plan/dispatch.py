@@ -1,4 +1,4 @@
-"""What a plan's all-to-alls carry, and in how many parts: ``--lancet-dispatch`` and ``--lancet-tiles``.
+"""The dispatch of a plan and its tiles: ``--lancet-dispatch`` and ``--lancet-tiles``.
 
 Which dispatches a run allows, whether it allows tiles, and why not.
 """
@@ -77,7 +77,7 @@ def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatc
 
 
 def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[Dispatch, ...], list[Exclusion]]:
-    """What a planner may let all-to-alls carry, and why the run excludes the other dispatches if it does.
+    """Dispatches that a planner may choose, and the reasons against the others.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.

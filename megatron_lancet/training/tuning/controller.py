@@ -33,7 +33,7 @@ MAX_OTHER_TRIES = 1
 
 
 class TuningState(StrEnum):
-    """What the present steps of a run are for."""
+    """Purpose of the present steps of a run."""
 
     WARM_UP = "warm-up"
     BASELINE = "baseline"
