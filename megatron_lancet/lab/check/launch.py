@@ -1,4 +1,4 @@
-"""What a launch script would start: it is run with stand-ins for launchers, which write their command line down.
+"""Finds the training of a launch script: runs it with stand-ins for launchers, which record their command line.
 
 The script runs in its own namespaces (:mod:`sandbox`), with read-only files and no network. Commands without a stand-in
 therefore have no effect either. If this is impossible, the user is asked.
@@ -113,13 +113,15 @@ def _ask(script: Path, reason: str) -> None:
     Raises:
         UsageError: the user declines, or there is no terminal.
     """
-    told = f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    needed = (
+        f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    )
     if sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{told}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{needed}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
         raise UsageError(f"{script} was not run. Pass Megatron's flags instead.")
-    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
+    raise UsageError(f"{needed}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
 
 
 def _training(started: Sequence[Started]) -> Started:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.layout import Layout
-from megatron_lancet.lab.dry_run.memory import Memory
+from megatron_lancet.lab.dry_run.memory import Memory, MemoryByWay
 from megatron_lancet.lab.dry_run.parameters import ModelSize
 from megatron_lancet.lab.dry_run.plan import DescribedPlan
 from megatron_lancet.lab.dry_run.stages import PipelineStage
@@ -14,8 +14,8 @@ from megatron_lancet.lab.dry_run.stages import PipelineStage
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _HOW = (
     "weights, gradients, optimizer: counted weight by weight, shared out as the distributed optimizer does",
-    "activations: what autograd keeps of the micro-batches in flight, for balanced routing, and what is recomputed at "
-    "once; no workspaces, no buffers of communication, no fragmentation: leave room",
+    "activations: tensors that autograd keeps of the micro-batches in flight, for balanced routing, and tensors "
+    "recomputed at a time; no workspaces, no buffers of communication, no fragmentation: leave a margin",
 )
 
 
@@ -26,7 +26,7 @@ class Findings:
     Attributes:
         target: number of ranks, its source, and the machines that the run was validated for.
         memory: memory of a rank of each pipeline stage.
-        paired_memory: the same with backwards beside forwards.
+        memory_by_way: the same for each way to run the layers.
         config: settings of the overlap.
         plan: lines that describe the plan.
         changes: a line for each setting of the script that the run changes.
@@ -39,7 +39,7 @@ class Findings:
     stages: list[PipelineStage]
     size: ModelSize
     memory: list[Memory]
-    paired_memory: list[Memory]
+    memory_by_way: MemoryByWay
     config: LancetConfig
     plan: list[str]
     changes: list[str] = field(default_factory=list)
@@ -69,10 +69,10 @@ def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory
 
     Args:
         memory: as estimated for the plan, by pipeline stage.
-        paired: the same with backwards beside forwards.
+        paired: the same with backwards paired with forwards.
     """
     if plan.is_paired:
-        return ["the activations above include those of the forward beside a backward"]
+        return ["the activations above include a forward that runs during a backward"]
     if not plan.may_be_paired:
         return []
     more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))

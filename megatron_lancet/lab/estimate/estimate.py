@@ -109,11 +109,10 @@ class Estimator:
             return Estimate(candidate)
         repeats = repeats_messages or candidate.name == STOCK
         figures = tuple(corner.figures(plan, repeats) for corner in self._corners)
-        return Estimate(candidate, figures, self._memory(plan, max(one.peak_dw_bytes for one in figures)))
+        stages = self.run.findings.memory_by_way.of(candidate.name == STOCK, plan.is_paired)
+        return Estimate(candidate, figures, self._memory(stages, max(one.peak_dw_bytes for one in figures)))
 
-    def _memory(self, plan: Plan, dw_bytes: int) -> tuple[float, float]:
-        findings = self.run.findings
-        stages: Sequence[Memory] = findings.paired_memory if plan.is_paired else findings.memory
+    def _memory(self, stages: Sequence[Memory], dw_bytes: int) -> tuple[float, float]:
         low = max(stage.total for stage in stages) + dw_bytes
         more = max(stage.activations for stage in stages) * (_UNEVEN_ACTIVATIONS - 1)
         share = self._corners[0].profile.received_share

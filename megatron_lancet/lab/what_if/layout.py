@@ -13,8 +13,8 @@ Conversion of the parts:
   experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
-  holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
-  that gradients are reduced beside the backward pass: then the simulator shows what stays.
+  holds the profiled run's, so only the difference is added. Nothing of it is hidden, unless the profile says
+  that gradients are reduced during the backward pass: then the simulator shows what stays.
 - **pipeline**: layers are split evenly; multi-token predictions stay behind the last one. 1F1B: (m + p - 1) times the
   slowest stage's micro-batch, m micro-batches, p stages (Narayanan et al., "Efficient Large-Scale Language Model
   Training on GPU Clusters", 2021, section 2.2.1), which is what the simulator computes, and two passes of p - 1
@@ -133,7 +133,7 @@ def why_not_several_nodes(facts: ModelFacts, layout: Layout) -> str | None:
 
 
 def _nodes(facts: ModelFacts, layout: Layout) -> Nodes | None:
-    """How the layout's expert-parallel groups lie on nodes: those of its cluster, without one those of the profile."""
+    """How the layout's expert-parallel groups lie on nodes: by its cluster, without one by the profile."""
     nodes = _nodes_of_cluster(facts, layout)
     return nodes if isinstance(nodes, Nodes) else None
 
@@ -157,7 +157,7 @@ def _link(profile: Profile, layout: Layout, nodes: Nodes | None) -> LinkTimes:
 def times_of_messages(facts: ModelFacts, cluster: Cluster, link: LinkTimes) -> LinkTimes:
     """Computed times of messages between the ranks of an expert-parallel group; the rest is taken from ``link``."""
     sizes = _table_sizes(_largest_message(facts))
-    # Holders of the parts of an expert are neighbours, so fewer ranks of the group share a node.
+    # The expert-TP ranks of an expert are neighbours, so fewer ranks of the group share a node.
     holders = facts.expert_tp_size
     cluster = dataclasses.replace(cluster, ranks_per_node=max(1, cluster.ranks_per_node // holders))
     table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, facts.ep_size)) for num_bytes in sizes)

@@ -33,7 +33,7 @@ MAX_OTHER_TRIES = 1
 
 
 class TuningState(StrEnum):
-    """What the present steps of a run are for."""
+    """Purpose of the present steps of a run."""
 
     WARM_UP = "warm-up"
     BASELINE = "baseline"
@@ -109,7 +109,7 @@ class TuningController:
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         num_plans: how often a plan was made.
-        remark: why the last plan that was made is not the one that runs; empty if it runs.
+        remark: why the last plan does not run; empty if it runs.
         lines: all lines for the user so far, oldest first.
     """
 
@@ -139,7 +139,7 @@ class TuningController:
         return NUM_TUNING_WARM_UP_STEPS + num_profile_steps + NUM_SETTLE_STEPS + 2 * self.num_tune_steps
 
     def note(self, line: str) -> None:
-        """Adds a line for the user to those of the decisions."""
+        """Adds a line for the user to the lines of the decisions."""
         self.lines.append(line)
 
     def take_over(self, plan: Plan, baseline: StepStats | None, prediction: StepEstimate | None, line: str) -> Plan:

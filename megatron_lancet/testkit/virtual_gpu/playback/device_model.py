@@ -11,7 +11,7 @@ NVLINK = Link(10.0, 350.0)
 _NUM_COUNTS_KERNELS = 3
 """Kernels beside an exchange of token counts: their sum, and the copies to the host."""
 _EVENTS_PER_LAUNCH = 0.25
-"""Host time of recording an event, or of making a stream wait for it, by that of a launch."""
+"""Host time of recording an event, or of making a stream wait for it, over the time of a launch."""
 
 
 @dataclass(frozen=True)

@@ -145,13 +145,13 @@ def test_plans_are_those_of_their_flags(whole):
             assert examine().plan[0].startswith(f"{one.candidate.plan}"), one.candidate.name
 
 
-@pytest.mark.parametrize("name", ["megatron_mixtral_8x7b", "modelzoo_deepseek_v3_h100_a2aoverlap"])
+@pytest.mark.parametrize("name", ["megatron_mixtral_8x7b", "modelzoo_deepseek_v3_h100_128k"])
 def test_memory_is_that_of_the_dry_run(name):
     words = shlex.split((LISTS / f"{name}.args").read_text())
     choice = ClusterChoice.parse("128x8:h100,nvlink,400g")
     run = run_of(launch(words=words), choice, EVEN)
     low, high = Estimator(run, speeds_of(run, choice)).estimate(stock(allowed_of(run))).memory
-    with as_dry_run(launch("--lancet-world-size", 1024, words=words)):
+    with as_dry_run(launch("--lancet-world-size", 1024, "--lancet-plan", "off", words=words)):
         memory = examine().memory
     assert low == pytest.approx(max(stage.total for stage in memory))
     assert low < high < low + max(stage.activations for stage in memory)
@@ -182,6 +182,15 @@ def test_full_recompute_repeats_messages_of_stock_only():
         found[name] = [corner.figures(plan, repeats).exposed_ms for repeats in (False, True)]
     assert found["kept"][0] == found["kept"][1]
     assert found["again"][1] == pytest.approx(1.5 * found["again"][0], rel=0.1)
+
+
+def test_a_plan_keeps_received_rows_under_full_recompute():
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    by_name = {one.candidate.name: one for one in estimated(*full).found}
+    rows = 4 * 2048 * 4 * 1024 * 2
+    more = by_name["two chunks"].memory[0] - by_name[STOCK].memory[0]
+    dws = max(one.peak_dw_bytes for one in by_name["two chunks"].figures)
+    assert 7 * rows < more - dws < 12 * rows  # of 8 layers, with the router's input and scores
 
 
 def test_gradients_and_weights_count_where_nothing_hides_them():

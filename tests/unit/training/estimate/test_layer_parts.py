@@ -19,7 +19,8 @@ MODEL = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
     "--kv-channels 32 --qk-layernorm --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 "
     "--global-batch-size 64 --train-iters 10 --lr 1e-3 --bf16 --num-experts 16 --moe-router-topk 4 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-ffn-hidden-size 128 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-ffn-hidden-size 128 "
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--transformer-impl local --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --data-path /no/such_document --lancet-num-chunks 1"
 ).split()
