@@ -42,10 +42,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Wait
 
 Paces = Sequence[Mapping[int, float]]
-"""Factors of compute time by column and layer; 1 for other layers.
-
-Of a forward paired with a backward: layer + BESIDE.
-"""
+"""Factors of compute time by column and layer; 1 for other layers. A paired forward has layer + BESIDE."""
 
 
 class _Resume(NamedTuple):
@@ -65,7 +62,7 @@ _Event = _Resume | _Ready | LinkEvent
 
 
 class Engine:
-    """Simulates one phase, forward or backward, of one micro-batch; or backwards with forwards paired with them.
+    """Simulates one phase, forward or backward, of one micro-batch; or backwards paired with forwards.
 
     Steps of a forward during a backward are recognised by their place (:data:`BESIDE`). Deferred dWs of the backward
     run in waits of both, but the backward's window of deferral counts: waits of the forward do not advance it. Where

@@ -153,7 +153,7 @@ def _assumptions(device: str) -> dict[str, Any]:
             "functions that Megatron would compile run operator by operator, and no op is from Transformer Engine",
             f"{IDEAL}: stock, and a message is a copy in the device's memory",
             "exposed: a message is on the wire, and no kernel runs; simulated: compute waits for a message",
-            "simulated: launches are free, op times come from the modelled steps; stock is one chunk without "
+            "simulated: launches are free, op times are those of the modelled steps; stock is one chunk without "
             f"deferred weight gradients, in this project's modules; in {IDEAL} a message takes as long as its copy",
         ],
     }

@@ -19,5 +19,5 @@ def test_only_the_first_decision_that_moves_nothing_is_said(monkeypatch, capsys)
         run._rebalance(LOAD, LOAD)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("Megatron-Lancet experts: no experts moved after step 10: ")
-    assert "the noise of 4.2 ms a step" in line
+    assert "the noise (4.2 ms a step)" in line
     assert "every 10 steps" in line

@@ -143,8 +143,8 @@ def test_smallest_bound_of_all_ranks_is_measured_once(monkeypatch):
         run.step()
     assert run.limits == [107]
     assert run.said == [
-        "Megatron-Lancet received rows: at most 107 of a chunk on a rank at a time, for which the 0 MB that every rank "
-        "has left are enough"
+        "Megatron-Lancet received rows: at most 107 of a chunk on a rank at a time, for which the 0 MB that are free "
+        "on every rank are enough"
     ]
 
 
