@@ -22,7 +22,7 @@ def test_estimate_of_an_example_has_ranges_and_a_file(tmp_path):
     assert result.returncode == 0, result.output
     assert "30.53 billion" in result.output
     assert "32 = TP 1 x CP 1 x PP 1 x DP 32" in result.output
-    assert "stock's recompute repeats the all-to-alls of the forward" in result.output
+    assert "stock's recompute repeats the all-to-alls of the forward; a plan keeps their rows" in result.output
     figures = json.loads(file.read_text())
     assert {"stock", "one chunk", "pairs", "two chunks", "four chunks"} < set(figures["plans"])
     for plan in figures["plans"].values():
