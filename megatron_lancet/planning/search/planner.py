@@ -3,11 +3,11 @@
 Small spaces are searched exhaustively. In others these candidates are simulated: every plan whose layers all run alike
 (*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
 best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan. Of tiles the
-dynamic program gets those of the two fastest uniform plans that have some.
+dynamic program gets the gaps of the two fastest uniform plans that have some.
 
-If backwards may run beside forwards, these plans are also the candidates for the two parts of a paired plan. In very
-small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
-simulate: the best plans and the one of a single chunk everywhere in all micro-batches, then the best of these with
+If backwards may be paired with forwards, these plans are also the candidates for the two parts of a paired plan. In
+very small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
+simulate: the best plans and the plan of a single chunk everywhere in all micro-batches, then the best of these with
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
@@ -20,7 +20,7 @@ Three simulators are used, from simple to complete:
 
 - Plans are compared with the profile's shares in all layers and chunks. If more than ``MAX_DISTINCT`` of them differ,
   similar ones are merged, except the largest. Gradient reductions are left out.
-- If gradients are reduced beside the backward pass, the plans of the best ``NUM_WITH_GRADIENTS`` segmentations, with
+- If gradients are reduced during the backward pass, the plans of the best ``NUM_WITH_GRADIENTS`` segmentations, with
   all their dW options, are simulated again with reductions, and the best of them wins. Any other plan is faster by at
   most the time that reductions cost the winner.
 - The result's prediction uses the real shares, and the routing of single chunks if the profile has it.
@@ -301,7 +301,8 @@ class Planner:
     def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
         """Simulates paired plans; those without pairing have been simulated."""
         plans = [one.plan for one in self._sorted()]
-        # A forward beside the backward fills the same waits as tiles do: both are combined only if tiles are asked for.
+        # A forward paired with the backward fills the same waits as tiles do: both are combined only if the user sets
+        # tiles.
         untiled = [plan for plan in plans if not plan.has_tiles]
         by_speed = list(dict.fromkeys(plan.segments for plan in untiled or plans))
         options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}

@@ -50,7 +50,7 @@ def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     if need and config.attention is AttentionChoice.STOCK:
         raise UsageError(
             f"--lancet-attention stock does not work with {need}: Megatron's local core attention takes heads of one "
-            "size, sees one rank's tokens only and knows no documents. Drop the flag, or pass --lancet-attention sdpa."
+            "size, sees one rank's tokens only and has no documents. Drop the flag, or pass --lancet-attention sdpa."
         )
     blockers = sdpa_blockers(args)
     if uses_sdpa(args, config) and blockers:

@@ -40,7 +40,7 @@ _MOST_CANDIDATES = NUM_FINALISTS + 3
 
 
 class TuningState(StrEnum):
-    """What the present steps of a run are for."""
+    """Purpose of the present steps of a run."""
 
     WARM_UP = "warm-up"
     BASELINE = "baseline"
@@ -100,7 +100,7 @@ class TuningController:
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         num_plans: how often a plan was made.
-        remark: why the planner's best plan is not the one that runs; empty if it runs.
+        remark: why the planner's best plan does not run; empty if it runs.
         lines: all lines for the user so far, oldest first.
     """
 
@@ -140,7 +140,7 @@ class TuningController:
         return NUM_TUNING_WARM_UP_STEPS + self._num_turn_steps + num_profile_steps + num_race_steps
 
     def note(self, line: str) -> None:
-        """Adds a line for the user to those of the decisions."""
+        """Adds a line for the user to the lines of the decisions."""
         self.lines.append(line)
 
     def take_over(self, plan: Plan, baseline: StepStats | None, prediction: StepEstimate | None, line: str) -> Plan:

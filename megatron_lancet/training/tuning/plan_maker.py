@@ -87,7 +87,7 @@ class ProfilingPlanMaker:
         self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
-        """What a plan depends on, by name: model, layout, device, versions, the user's limits."""
+        """The inputs of a plan, by name: model, layout, device, versions, the user's limits."""
         self._key = key_of(self._model())
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 

@@ -1,4 +1,4 @@
-"""Automatic tuning in the real loop: whatever it switches to, and back from, losses are those of stock Megatron."""
+"""Automatic tuning in the real loop: whatever it switches to, and back from, losses are stock Megatron's."""
 
 import json
 import re
