@@ -193,7 +193,8 @@ class LancetConfig(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
-        help="training steps that auto measures before and after a change of plan (default: {default}).",
+        help="training steps that auto measures at a time once it has a plan; a turn in the race of plans measures a "
+        "third of them (default: {default}).",
     )
     cache: CacheChoice | Path = flag(
         CacheChoice.AUTO,

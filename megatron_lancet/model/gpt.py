@@ -109,7 +109,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     prefixed = {
         attention
         for attention, its_segments in attentions.items()
-        if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
+        if block.uses_sdpa_everywhere or plan.fused_attention or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
         attention.check(block.documents is not None and any(map(_needs_sdpa, attentions[attention])))

@@ -7,7 +7,7 @@ from megatron_lancet import registry
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
-from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase, Verb
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
@@ -95,7 +95,9 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return segments if dispatch.can_tile else tuple(segment.without_tiles for segment in segments)
+        if dispatch.can_tile:
+            return segments
+        return tuple(replace(segment, tiles=0, local_tokens=LocalTokens.HALF) for segment in segments)
 
     pairing = plan.pairing
     if pairing is not None:

@@ -99,11 +99,6 @@ class Segment:
         """Whether a chunk's message is in flight while the rank computes on other rows of the micro-batch."""
         return self.num_chunks > 1 or self.tiles > 0
 
-    @property
-    def without_tiles(self) -> "Segment":
-        """The same segment with one message of all rows."""
-        return replace(self, tiles=0, local_tokens=LocalTokens.HALF) if self.tiles else self
-
     def with_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
         """Other layers that run in the same way: global numbers, None for the model's last."""
         return replace(self, first_layer=first_layer, last_layer=last_layer)
@@ -164,6 +159,7 @@ class Plan:
         gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
         pairing: what else holds if backwards are paired with forwards; None if micro-batches run one after the other.
         dispatch: what all-to-alls carry, in all micro-batches.
+        fused_attention: whether local layers have torch's fused kernel also where chunks do not need it.
     """
 
     segments: tuple[Segment, ...]
@@ -173,6 +169,7 @@ class Plan:
     gaps: tuple[Gap, ...] = ()
     pairing: Pairing | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
     dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
+    fused_attention: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
@@ -190,6 +187,8 @@ class Plan:
         text = f"{_segments_text(self.segments)} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
         if not self.dispatch.is_plain:
             text += f" dispatch={self.dispatch}"
+        if self.fused_attention:
+            text += " attention=fused"
         if self.pairing is None:
             return text
         ends = self.pairing

@@ -37,6 +37,7 @@ from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import planned_gaps
 from megatron_lancet.planning.search.dynamic_program import DynamicProgram
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS, distinct, simplicity
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -81,28 +82,9 @@ class Alternative:
     fits: bool
 
     def rank(self) -> tuple[object, ...]:
-        """Sort key, lower is better.
-
-        Fits (else smaller), faster, unpaired, fewer segments, chunks and tiles, simpler dWs, the same at the ends.
-        """
-        plan = self.plan
-        chunks = [segment.num_chunks for segment in plan.segments]
-        at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
-        return (
-            0 if self.fits else self.prediction.peak_bytes,
-            round(self.prediction.step_ms, _DIGITS),
-            plan.is_paired,
-            len(chunks),
-            max(chunks),
-            sum(chunks),
-            max(segment.tiles for segment in plan.segments),
-            plan.dw_policy is DwPolicy.FILL,
-            plan.dw_window,
-            len(plan.gaps),
-            plan.at_ends.segments != plan.segments,
-            len(at_ends),
-            sum(at_ends),
-        )
+        """Sort key, lower is better: fits (else smaller), faster, simpler."""
+        fits = 0 if self.fits else self.prediction.peak_bytes
+        return (fits, round(self.prediction.step_ms, _DIGITS), *simplicity(self.plan))
 
 
 @dataclass(frozen=True)
@@ -118,6 +100,7 @@ class PlannedStep:
         is_exact: whether every plan of the space was simulated.
         warning: message for the user, for example if no plan fits into memory; None if there is none.
         limits: the restrictions of the search.
+        finalists: the plan and the best of other kinds, best first, that fit and are predicted about as fast.
     """
 
     plan: Plan
@@ -129,6 +112,7 @@ class PlannedStep:
     is_exact: bool
     warning: str | None
     limits: Limits
+    finalists: tuple[Plan, ...]
 
 
 def make_plan(profile: Profile, limits: Limits | None = None, max_exhaustive: int = MAX_EXHAUSTIVE) -> PlannedStep:
@@ -221,7 +205,18 @@ class Planner:
             is_exact=self._pairs_all if True in self._space.pairing else self._is_exact,
             warning=None if best.fits else self._does_not_fit(best),
             limits=self._limits,
+            finalists=tuple(self._finalists(ordered)),
         )
+
+    def _finalists(self, ordered: Sequence[Alternative]) -> list[Plan]:
+        """See :attr:`PlannedStep.finalists`; the first of ``ordered`` is the chosen plan."""
+        bound = self._limits.max_memory_bytes
+        fitting = [(one.plan, one.prediction.step_ms) for one in ordered if one.fits]
+        return [
+            plan
+            for plan in distinct(fitting or [(ordered[0].plan, ordered[0].prediction.step_ms)], NUM_FINALISTS)
+            if plan == ordered[0].plan or bound is None or self._complete_simulator.predict(plan).peak_bytes <= bound
+        ]
 
     def _without_slow_tiles(self) -> SearchSpace:
         """The space without the tiles that are slow if all layers have them: choices cost the dynamic program time."""

@@ -29,6 +29,12 @@ def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
     return config.attention is AttentionChoice.SDPA or needs_own_attention(args) is not None
 
 
+def may_use_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether plans without sequence chunks may have torch's fused kernel, and need not."""
+    is_free = config.attention is AttentionChoice.AUTO and needs_own_attention(args) is None
+    return is_free and args.transformer_impl == "local" and not sdpa_blockers(args)
+
+
 def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     """Checks the core attention that the user asks for.
 

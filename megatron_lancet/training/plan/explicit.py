@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
@@ -39,6 +39,10 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         raise UsageError(
             f"--lancet-plan {path} overlaps the all-to-all of expert parallelism, but there is none: "
             f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
+        )
+    if content.plan.fused_attention and config.attention is AttentionChoice.STOCK:
+        raise UsageError(
+            f"--lancet-attention stock contradicts --lancet-plan {path}, which sets fused_attention. Drop one of the two."
         )
     if content.plan.has_tiles:
         blocker = tiles_blocker_of(args, config)

@@ -80,6 +80,18 @@ def over_ranks(rows: Sequence[Sequence[float]]) -> StepStats:
     )
 
 
+def steps_of_run(ranks: Sequence[Sequence[StepTimes]]) -> list[StepTimes]:
+    """Combines the same steps on every rank: the slowest rank's step time, and means of the other times."""
+    return [
+        StepTimes(
+            max(one.step_ms for one in same),
+            statistics.fmean(one.exposed_ms for one in same),
+            statistics.fmean(one.in_flight_ms for one in same),
+        )
+        for same in zip(*ranks, strict=True)
+    ]
+
+
 def step_noise_ms(one: StepStats, other: StepStats) -> float:
     """The difference that two measured step times must exceed to count as different."""
     return _noise_ms(one.spread_ms, one.num_steps, other.spread_ms, other.num_steps, one.step_ms)
