@@ -42,8 +42,8 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         )
     if content.plan.fused_attention and config.attention is AttentionChoice.STOCK:
         raise UsageError(
-            f"--lancet-attention stock contradicts --lancet-plan {path}, which sets fused_attention. Drop one of the "
-            "two."
+            f"--lancet-attention stock contradicts --lancet-plan {path}: the file sets fused_attention. Drop one of "
+            "the two."
         )
     if content.plan.has_tiles:
         blocker = tiles_blocker_of(args, config)

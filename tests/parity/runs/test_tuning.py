@@ -112,7 +112,7 @@ def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
 def test_race_drops_slow_plans_and_replans_after_drift(token_data, tmp_path):
     off = [*EP2, "--lancet-plan", "off"]
     stock = pretrain(token_data, off, tmp_path / "stock", train_iters=NUM_SCRIPTED_ITERS)
-    slow_s = {"4": 0.6, "2": 0.5, "fused": 0.5}
+    slow_s = {"4": 0.6, "2": 0.5, "2s": 0.5, "fused": 0.5}
     script = {"profiled": ["2", "4s"], "plans": [["4", "2"], ["2s"]], "slow_s": slow_s, "exposed_from": 27}
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
     kernel, in_profile = f"{NONE} fused", [TWO, SEQUENCE.replace("2", "4")]

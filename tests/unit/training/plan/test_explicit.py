@@ -97,6 +97,13 @@ def test_flags_that_contradict_a_plan_file_are_refused(megatron_args, written, w
         choose_plan(megatron_args(), LancetConfig(plan=written(fixed_plan(2)), **wish))
 
 
+def test_plan_file_with_the_fused_kernel_contradicts_stocks(megatron_args, written):
+    path = written(dataclasses.replace(fixed_plan(1), fused_attention=True))
+    assert plan_from_file(path, megatron_args(), LancetConfig(plan=path)).fused_attention
+    with pytest.raises(UsageError, match=r"--lancet-attention stock contradicts .*: the file sets fused_attention"):
+        plan_from_file(path, megatron_args(), LancetConfig(plan=path, attention=AttentionChoice.STOCK))
+
+
 @pytest.mark.parametrize(
     ("plan", "changes", "config", "message"),
     [
