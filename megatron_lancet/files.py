@@ -14,13 +14,13 @@ import threading
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit status that shells show for a process which SIGTERM ended."""
@@ -51,9 +51,11 @@ class Named(ABC):
 
     Attributes:
         name: names the object, and no other one of its kind.
+        absent: what to do about a name that this installation does not know, as the end of a message.
     """
 
     name: str
+    absent: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
@@ -224,7 +226,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return {name: _convert(part_kind, part, f"{where}.{name}") for name, part in value.items()}
     if issubclass(kind, Named):
         known = kind.known()
-        return known[_one_of(list(known), value, where)]
+        if value not in list(known):
+            raise RecordError(f"{_unexpected(_choices(known), value, where)}{kind.absent}")
+        return known[value]
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
     if issubclass(kind, Enum):
@@ -234,8 +238,12 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _one_of(allowed: list[Any], value: Any, where: str) -> Any:
     if value not in allowed:
-        raise _unexpected(f"one of {', '.join(map(str, allowed))}", value, where)
+        raise _unexpected(_choices(allowed), value, where)
     return value
+
+
+def _choices(allowed: Iterable[Any]) -> str:
+    return f"one of {', '.join(map(str, allowed))}"
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:

@@ -27,7 +27,7 @@ class OwnRows(StrEnum):
 
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
-NO_TILES = "this installation has no tiles"
+NO_TILES = "this installation of Megatron-Lancet lacks features/tiles"
 
 
 class Dispatch(Named):
@@ -50,6 +50,10 @@ class Dispatch(Named):
         tiles: parts in which the rows of other ranks go; 0 for one message of all rows.
     """
 
+    absent = (
+        ", and this installation of Megatron-Lancet has no other folder of a dispatch in features/. Install the whole "
+        "package, or make a plan with one of these"
+    )
     description: str
     refusal: str
     receiver: str
@@ -121,7 +125,7 @@ class Dispatch(Named):
         if not tiles:
             return self
         if not registry.has_tiles():
-            raise ValueError(NO_TILES)
+            raise ValueError(f"tiles are not possible: {NO_TILES}. Install the whole package, or plan without tiles")
         if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
