@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.units import mb_to_bytes
 
@@ -38,15 +39,6 @@ class AttentionChoice(StrEnum):
     """torch's fused kernel."""
 
 
-class PairingChoice(StrEnum):
-    """Whether the backward of each micro-batch runs beside the forward of the next one."""
-
-    ON = "on"
-    """In every plan."""
-    OFF = "off"
-    """In none."""
-
-
 class CacheChoice(StrEnum):
     """Where measured profiles are kept, other than in a folder that the user names."""
 
@@ -54,16 +46,6 @@ class CacheChoice(StrEnum):
     """Profiles are not kept."""
     AUTO = "auto"
     """The user's cache folder."""
-
-
-def _tiles(text: str) -> int:
-    """
-    Raises:
-        UsageError: the text is no number of at least 0.
-    """
-    if not text.isdecimal():
-        raise UsageError(f"--lancet-tiles expects auto, or a number of tiles, 0 for none, got {text}.")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -109,43 +91,13 @@ class LancetConfig(CheckedFlags):
         "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
-    pairing: PairingChoice | None = flag(
-        None,
-        **words(PairingChoice, none_word="auto"),
-        limits_plan=True,
-        help="with gradient accumulation, run the backward of each micro-batch beside the forward of the next one, so "
-        "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
-        "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
-    )
     dispatch: Dispatch | None = flag(
         None,
         **words(Dispatch, none_word="auto"),
         limits_plan=True,
-        help="rows that all-to-alls carry: plain (one per token and chosen expert, as stock), dedup (one per token and "
-        "rank that holds any of its experts: fewer bytes where a rank holds several), two-hop (one per token and node, "
-        "and from there one per token and rank: fewer bytes between nodes), auto (default): the plan chooses; a fixed "
-        "plan takes plain. With --moe-token-dispatcher-type flex auto means two-hop or dedup, where they are possible.",
-    )
-    tiles: int | None = flag(
-        None,
-        read=_tiles,
-        none_word="auto",
-        limits_plan=True,
-        metavar="{auto,N}",
-        help="send the rows of a chunk to other ranks in N tiles, each a message of its own: the experts work on the "
-        "rows that stay and on the first tile while others are on the way, and outputs go back tile by tile. 0: one "
-        "message of all rows. auto (default): the plan chooses, for whole micro-batches; a fixed plan has none.",
-    )
-    ranks_per_node: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Without the flag the launcher says it.",
-        unchecked="",
-        help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. By "
-        "default what the launcher says (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); in a mocked world "
-        "and in a dry run unknown.",
+        help=f"rows that all-to-alls carry: {', '.join(f'{one} ({one.rows})' for one in Dispatch.known().values())}, "
+        f"auto (default): the plan chooses; a fixed plan takes {PLAIN}. With --moe-token-dispatcher-type flex auto "
+        f"means another one than {PLAIN}, where one is possible.",
     )
     attention: AttentionChoice = flag(
         AttentionChoice.AUTO,
@@ -171,12 +123,6 @@ class LancetConfig(CheckedFlags):
         "bounded.",
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
-    )
-    separate_expert_grads: bool = flag(
-        False,
-        parsed_as=bool,
-        help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
-        "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
     )
     report_dir: Path | None = flag(
         None,
@@ -242,7 +188,7 @@ class LancetConfig(CheckedFlags):
 
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""
-        values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
+        values = {name: value for name, _, its, value in self.entries() if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
     def same_on_all_ranks(self) -> dict[str, object]:
@@ -254,12 +200,6 @@ class LancetConfig(CheckedFlags):
         for one in (self, *self.settings.values()):
             for name, entry, its in flags_of(type(one)):
                 yield name, entry, its, getattr(one, entry.name)
-
-    @property
-    def message_sms(self) -> int | None:
-        """Multiprocessors that a message may take, at most; None where nothing bounds them."""
-        bounds = (feature.message_sms(self) for feature in self.features)
-        return next((bound for bound in bounds if bound is not None), None)
 
     def unchecked_flags(self) -> dict[str, str]:
         """Flags that a check on a few CPU ranks leaves out, by name, with the part of the run that is not checked."""

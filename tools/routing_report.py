@@ -22,9 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, atomic_write
+from megatron_lancet.files import RecordError
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load
 from megatron_lancet.planning.load.routing_report import (
     LayerRouting,

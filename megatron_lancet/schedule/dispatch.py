@@ -39,6 +39,7 @@ class Dispatch(Named):
         description: what happens to a token, as a sentence without its end.
         refusal: what a plan does that has this dispatch, as a verb phrase.
         receiver: what gets a token once in the first message.
+        rows: which rows a message has, for ``--help``.
         costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
         measured_as: names of the dispatches whose ops do as much as its own, the nearest first; the plain one comes
             after them.
@@ -57,6 +58,7 @@ class Dispatch(Named):
     description: str
     refusal: str
     receiver: str
+    rows: str = ""
     costs: str
     measured_as: tuple[str, ...] = ()
     messages: Mapping[OpKind, OpKind] = {kind: kind for kind in (OpKind.DISPATCH, OpKind.COMBINE)}
@@ -143,6 +145,7 @@ class _Plain(Dispatch):
     description = "a token goes once to each of its experts"
     refusal = "sends plain rows"
     receiver = "expert"
+    rows = "one per token and chosen expert, as stock"
     costs = "megatron_lancet.planning.dispatch:DispatchCosts"
 
 

@@ -23,7 +23,7 @@ from megatron_lancet.lab.dry_run.memory import memory_of_stages
 from megatron_lancet.lab.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.lab.dry_run.parameters import model_size
 from megatron_lancet.lab.dry_run.plan import describe_plan, saves_scores
-from megatron_lancet.lab.dry_run.report import Findings, pairing_lines, report
+from megatron_lancet.lab.dry_run.report import Findings, always_pairs, pairing_lines, report
 from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.registry import features
@@ -72,7 +72,7 @@ def examine() -> Findings:
     samples, positions = micro_batch_shape(args, config)
     in_samples = argparse.Namespace(**{**vars(args), "micro_batch_size": samples, "seq_length": positions})
     memory_of_run = functools.partial(memory_of_stages, in_samples, layout, stages, size, saves_scores(args, config))
-    memory = memory_of_run(is_paired=plan.is_paired)
+    memory = memory_of_run(is_paired=always_pairs(plan))
     lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]
     return Findings(
         args,

@@ -45,9 +45,17 @@ def pairing_line(explanation: Explanation) -> str:
     paired = "each backward runs beside the next forward"
     alone = "micro-batches run one after the other"
     chosen, other = (paired, alone) if explanation.plan.is_paired else (alone, paired)
-    if explanation.other_pairing_ms is None:
+    other_ms = other_pairing_ms(explanation)
+    if other_ms is None:
         return f"pairing: {chosen}"
-    return f"pairing: {chosen}; if {other}, the best plan takes {explanation.other_pairing_ms:.1f} ms"
+    return f"pairing: {chosen}; if {other}, the best plan takes {other_ms:.1f} ms"
+
+
+def other_pairing_ms(explanation: Explanation) -> float | None:
+    """Predicted step time of the best plan that is paired if this one is not, or the other way round, if one fits."""
+    is_paired = explanation.plan.is_paired
+    fitting = (one for one in explanation.others if one.fits and one.plan.is_paired != is_paired)
+    return min((one.prediction.step_ms for one in fitting), default=None)
 
 
 def dispatch_line(explanation: Explanation) -> str:

@@ -61,7 +61,7 @@ class Model:
 
     def run(self, plan: Plan) -> dict[str, Any]:
         """A step without a trace, one with it, and one without again."""
-        from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
+        from megatron_lancet.features.pairing.schedules import ask_for_pairs, paired_schedules
 
         self.setup.switch(plan)
         ask_for_pairs(self.setup.stages, plan.is_paired)

@@ -13,6 +13,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.stages import split_at_stages
+from megatron_lancet.report.planning.explanation_text import other_pairing_ms
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from tests.draws import examples
 from tests.unit.planning.strategies import machines
@@ -92,7 +93,7 @@ def test_explanation_says_what_the_other_choice_costs():
     profile = synthetic_profile(Machine(layers="mmmm", link_ms=6.0, num_micro_batches=8))
     planned = make_plan(profile)
     explanation = explain(profile, planned.plan, planned)
-    assert explanation.other_pairing_ms > planned.prediction.step_ms
+    assert other_pairing_ms(explanation) > planned.prediction.step_ms
     assert {layer.num_times for layer in explanation.layers} == {7}
     assert {layer.num_times for layer in explanation.ends} == {1}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.config import CacheChoice, LancetConfig
+from megatron_lancet.config import CacheChoice
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -23,6 +23,7 @@ from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
+from tests.unit.training.configs import config_with
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def make(monkeypatch):
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
-        config = LancetConfig(cache=cache_dir or CacheChoice.OFF)
+        config = config_with(cache=cache_dir or CacheChoice.OFF)
         maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
         maker.made_for()
         maker.notes = notes
