@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_lancet.atomic import atomic_write
 from megatron_lancet.files import from_plain, to_plain
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
-from megatron_lancet.runtime.comm_stats import CommTimes, Counter, named
+from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
@@ -43,8 +43,8 @@ def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
     rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     comms = [record.comm for record in records]
-    peaks = {name: max(getattr(comm, name) for comm in comms) for name in named(Counter.PEAK)}
-    sums = {name: sum(getattr(comm, name) for comm in comms) for name in named(Counter.SUM)}
+    peaks = {name: max(getattr(comm, name) for comm in comms) for name in _named(Counter.PEAK)}
+    sums = {name: sum(getattr(comm, name) for comm in comms) for name in _named(Counter.SUM)}
     return {**medians, **peaks, **sums}
 
 
@@ -86,7 +86,7 @@ def summarise(
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
         "step_ms": step_ms,
         **means,
-        **{name: max(rank[name] for rank in per_rank) for name in (*named(Counter.PEAK), *named(Counter.SUM))},
+        **{name: max(rank[name] for rank in per_rank) for name in (*_named(Counter.PEAK), *_named(Counter.SUM))},
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
@@ -130,3 +130,8 @@ def write_json(report: dict[str, Any], folder: Path) -> Path:
     path = folder / REPORT_FILE
     atomic_write(path, json.dumps(report, indent=2) + "\n")
     return path
+
+
+def _named(kind: Counter) -> list[str]:
+    """Names of the counters of a kind."""
+    return [entry.name for entry in fields(CommTimes) if entry.metadata.get(Counter) is kind]

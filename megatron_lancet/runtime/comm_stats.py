@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -81,11 +81,6 @@ class CommTimes:
     num_grad_micro_ops_between: int = 0
     grad_bytes: int = 0
     grad_exposed_ms: float = 0.0
-
-
-def named(kind: Counter) -> list[str]:
-    """Names of the counters of a kind."""
-    return [entry.name for entry in fields(CommTimes) if entry.metadata.get(Counter) is kind]
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,7 @@ class Position:
 
     @classmethod
     def steps(cls, stages: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """Inside the context Megatron's training steps run by the plans of models.
-
-        Args:
-            stages: returns the pipeline stages of this rank, which run a plan.
-        """
+        """Inside the context Megatron's training steps run by the plans of ``stages``, this rank's pipeline stages."""
         return nullcontext()
 
     @classmethod
@@ -67,11 +63,7 @@ class Position:
         return nullcontext()
 
     def run_by(self, stages: Sequence[Any], plan: Plan) -> None:
-        """Runs steps by ``plan`` from the next one on.
-
-        Args:
-            stages: the pipeline stages of this rank, which run the plan.
-        """
+        """Runs steps by ``plan``, which the pipeline stages of this rank have, from the next one on."""
 
     def forward_waits(self) -> None:
         """Called in front of each wait of a forward."""
