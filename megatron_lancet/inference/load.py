@@ -23,7 +23,7 @@ from megatron.core.inference.utils import InferenceMode
 
 from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint.reader import StoredRun
+from megatron_lancet.inference.checkpoint_reader import StoredRun
 from megatron_lancet.training.megatron.models import build_plain_gpt, default_arguments
 from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.megatron.seams import Seam, missing_functions, refuse_missing

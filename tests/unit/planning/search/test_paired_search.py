@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
+from megatron_lancet.lab.plan_text.explanation_text import other_pairing_ms
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.stages import split_at_stages
-from megatron_lancet.report.planning.explanation_text import other_pairing_ms
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from tests.draws import examples
 from tests.unit.planning.strategies import machines

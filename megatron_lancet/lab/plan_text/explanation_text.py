@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from megatron_lancet.lab.plan_text.plan_text import relative_weight_grad, tiles_in_words
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.report.planning.plan_text import relative_weight_grad, tiles_in_words
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import ranges
