@@ -19,7 +19,8 @@ from megatron_lancet.schedule.plan import (
     fixed_plan,
     paired,
 )
-from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA, dedup
+from tests.features.dedup.cases import dedup
+from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
 from tests.virtual_gpu.programs import PROGRAMS, Program

@@ -51,7 +51,7 @@ KEEPERS = (
     "features/tiles/parts.py",
 )
 """Where attributes are taken for kept memory if they are released, or never read."""
-NOT_KEEPERS = ("runtime/progress/lane.py", "runtime/progress/pairing.py", "runtime/progress/position.py")
+NOT_KEEPERS = ("features/pairing/lane.py", "features/pairing/pairing.py", "runtime/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}

@@ -114,7 +114,7 @@ def assumptions(estimated: Estimated) -> Iterator[str]:
         f"links: {LINK_REACHED.percent} of {cluster.intra_gbps:g} and {cluster.inter_gbps:g} Gb/s; to each peer {near} "
         f"inside a node and {far} between nodes"
     )
-    yield f"a message takes {MESSAGE_SMS.fast:g} to {MESSAGE_SMS.slow:g} of {gpu.num_sms} SMs from kernels beside it"
+    yield f"a message takes {MESSAGE_SMS.fast:g} to {MESSAGE_SMS.slow:g} of {gpu.num_sms} SMs from concurrent kernels"
     if args.cuda_graph_impl != "none":
         yield "launches cost nothing, because of CUDA graphs; with them the run keeps stock modules"
     else:
@@ -126,7 +126,7 @@ def assumptions(estimated: Estimated) -> Iterator[str]:
         yield f"dispatch: {plan.dispatch}, also in stock, because of --moe-token-dispatcher-type flex"
     yield f"attention is {'unfused' if estimated.run.saves_scores else 'fused'} and causal, in all plans"
     rest = (f"{name} {_span(*ends, '.0f')} ms" for name, ends in estimated.rest_ms.items())
-    yield f"beside the micro-batches: {', '.join(rest)}"
+    yield f"outside the micro-batches: {', '.join(rest)}"
     hidden = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(args, name)]
     if "overlap_grad_reduce" in hidden:
         yield "gradient reductions share the links with the last micro-batch's all-to-alls"

@@ -13,6 +13,7 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Plan
+from tests.features.dedup.cases import dedup
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.gradients_worker import (
@@ -24,7 +25,6 @@ from tests.parity.gradients.gradients_worker import (
     step,
     wrap_with_ddp,
 )
-from tests.parity.gradients.variants import dedup
 from tests.parity.te.variants import FUSED, TE
 
 NUM_STEPS = 2

@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import fixed_plan
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import build, compare_plan, overlapping_model
+from tests.parity.gradients.gradients_worker import build, compare_case, compare_plan, overlapping_model
 from tests.parity.gradients.placed import numbers_in_checkpoints, place
 from tests.parity.gradients.variants import VARIANTS
 from tests.parity.paired.paired_worker import compare
@@ -58,10 +58,10 @@ def results_on_two_ranks() -> dict[str, Any]:
         overrides, plan = HAZARDS[name]
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
     for name, placed in PLACED.items():
-        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
+        results[name] = compare_case(placed)
     model, *_ = build(PLACED["placed/grouped/k=1"].overrides)
     overlapping_model(model, fixed_plan(1))
-    place(model, PLACED["placed/grouped/k=1"])
+    place(model, moves_weights=True)
     results["placed/numbers"] = numbers_in_checkpoints(model)
     for name, (overrides, plan) in GUARDED.items():
         results[name] = compare_plan({**TE, **overrides}, plan, max_rows=MOST_ROWS)

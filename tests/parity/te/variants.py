@@ -3,8 +3,9 @@
 from typing import Any
 
 from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, fixed_plan, paired
+from tests.features.dedup.cases import dedup
+from tests.features.placement.cases import placed
 from tests.parity.gradients.gradients_worker import plan_of
-from tests.parity.gradients.placed import PlacedCase
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,
@@ -16,7 +17,6 @@ from tests.parity.gradients.variants import (
     VARIANTS,
     WHOLE_ROUTING,
     chunk_counts,
-    dedup,
 )
 from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 
@@ -25,8 +25,8 @@ TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulati
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
 PLACED = {
-    "placed/grouped/k=1": PlacedCase({**TE, "gated_linear_unit": True}, fixed_plan(1)),
-    "placed/sequential/k=1": PlacedCase({**TE, "moe_grouped_gemm": False}, fixed_plan(1)),
+    "placed/grouped/k=1": placed({**TE, "gated_linear_unit": True}, fixed_plan(1)),
+    "placed/sequential/k=1": placed({**TE, "moe_grouped_gemm": False}, fixed_plan(1)),
 }
 FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}

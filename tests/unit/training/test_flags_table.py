@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from docs.flags_table import with_refused_flags
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import set_as_validation_does
 
 REPO = Path(__file__).parents[3]
@@ -134,13 +134,13 @@ def words_for(action: argparse.Action, flag: str) -> list[str]:
 def what_becomes_of(args: argparse.Namespace, flag: str) -> str:
     args.rank, args.world_size = 0, 2
     set_as_validation_does(args)
-    line = map_overlap_flags(args, LancetConfig())
+    line = map_overlap_flags(args, config_with())
     if line is not None:
         assert flag in line
         return "mapped"
     try:
         arguments.check_modes(args)
-        _, line = choose_plan(args, LancetConfig())
+        _, line = choose_plan(args, config_with())
     except UsageError as refusal:
         return "refused" if flag in str(refusal) else f"refused otherwise: {refusal}"
     return "refused" if line.startswith(f"off: {flag}") else "works"
@@ -187,15 +187,24 @@ def used_words(path: Path) -> frozenset[str]:
 
     Not: docstrings, what is compared in an assertion, and expected messages.
     """
-    words: set[str] = set()
-    for source in sources_of(path):
-        words |= words_in(ast.parse(source.read_text()))
-    return frozenset(words)
+    return frozenset().union(*map(words_of, sources_of(path)))
+
+
+@functools.cache
+def words_of(path: Path) -> set[str]:
+    """What one file passes on."""
+    return words_in(tree_of(path))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
 def sources_of(path: Path, known: frozenset[Path] = frozenset()) -> frozenset[Path]:
     """A file of tests/, and those that it imports or starts as workers."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     others = {path.with_name(text.rpartition("/")[2]) for text in strings_in(tree) if text.endswith("_worker.py")}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
@@ -241,13 +250,18 @@ def test_one():
     assert words_in(ast.parse(source)) & {"--a", "--b", "--c", "d", "--e"} == {"--c", "d"}
 
 
+@functools.cache
+def names_of_tests() -> set[str]:
+    """Names of the files with tests, and of the tests in them."""
+    files = [*(REPO / "tests").rglob("test_*.py")]
+    names = (re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE) for file in files)
+    return {file.stem for file in files}.union(*names)
+
+
 @pytest.mark.parametrize("path", sorted((REPO / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_documents_name_tests_that_exist(path):
-    tests = [*(REPO / "tests").rglob("test_*.py")]
-    known = {test.stem for test in tests}
-    known |= {name for test in tests for name in re.findall(r"^def (test_\w+)", test.read_text(), re.MULTILINE)}
     named = {
         Path(name).name.removesuffix(".py")
         for name in re.findall(r"`((?:[\w/]+/)?test_\w+(?:\.py)?)`", path.read_text())
     }
-    assert named <= known, named - known
+    assert named <= names_of_tests(), named - names_of_tests()

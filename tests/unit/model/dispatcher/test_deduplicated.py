@@ -103,6 +103,7 @@ ALL_DROPPED = [torch.zeros((3, 4), dtype=torch.bool)] * 2
 ONE_RANK_SENDS = [torch.ones((2, 4), dtype=torch.bool), torch.zeros((2, 4), dtype=torch.bool)]
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
@@ -127,6 +128,7 @@ def test_sums_of_outputs_are_the_adjoint_of_copies_of_tokens(maps):
     assert all(map(torch.equal, grads, summed))
 
 
+@pytest.mark.thorough
 @given(worlds(), st.booleans(), st.integers(0, 3))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
@@ -143,6 +145,7 @@ def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @given(worlds(max_chosen=2))
 @examples(60)
 def test_two_experts_per_token_equal_plain_dispatch_bitwise(maps):

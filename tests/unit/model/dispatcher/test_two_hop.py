@@ -206,6 +206,7 @@ def expected_rows(world: World, inputs: Inputs, rank: int, last_expert_first: bo
     return torch.cat(rows), torch.cat(probs)
 
 
+@pytest.mark.thorough
 @given(worlds(), st.booleans(), st.integers(0, 2))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
@@ -243,6 +244,7 @@ def results(outputs: list[torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
     return [*outputs, *grads[: len(inputs.hidden)], *of_probs]
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
@@ -271,6 +273,7 @@ def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
             torch.testing.assert_close(grad, summed, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @given(worlds(max_expert_tp_size=1, max_chosen=2))
 @examples(40)
 def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
@@ -283,6 +286,7 @@ def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
     assert all(map(torch.equal, results(ours, inputs), results(plain, inputs)))
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @examples(50)

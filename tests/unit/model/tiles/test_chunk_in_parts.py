@@ -106,6 +106,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
         chunk.rows[part] = tuple(torch.cat([source[rank] for source in of_all]) for of_all in zip(*sent, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AllToAllDispatcher, DeduplicatedDispatcher])
 @given(worlds(), TILINGS, st.integers(0, 3))
 @example(ALL_DROPPED, Tiling(2, 2), 0)

@@ -196,6 +196,7 @@ def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
         assert results[0].exposed_ms == pytest.approx(results[1].exposed_ms, abs=1e-6)
 
 
+@pytest.mark.thorough
 @examples(25)
 @given(machines_and_plans())
 def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):

@@ -81,7 +81,7 @@ def world_of(findings: Findings) -> Iterator[None]:
         stack.enter_context(cpu_platform())
         stack.enter_context(mock_world(layout.num_ranks))
         stack.enter_context(patches.sequence_parallel_with_torch_norm())
-        stack.enter_context(patches.core_attention_without_te(findings.args.multi_latent_attention))
+        stack.enter_context(patches.fused_core_attention(findings.args.multi_latent_attention))
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -115,6 +115,7 @@ def held_when_built(findings: Findings) -> list[Held]:
     return held
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
 def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
     findings = examined(flags)
@@ -196,6 +197,7 @@ SAVING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", SAVING.values(), ids=SAVING.keys())
 def test_estimated_activations_are_close_to_what_a_layer_keeps(examined, flags):
     """Less is estimated than kept here: norms and rotations on the CPU are not fused, and keep their steps."""
@@ -264,6 +266,7 @@ def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected, if_paire
         assert _in_flight(args, *pipeline, pairs=True) == if_paired
 
 
+@pytest.mark.thorough
 def test_estimated_activations_of_a_paired_plan_are_a_layer_more(examined):
     """Without pipeline stages; with virtual ones, a micro-batch of one of them."""
 
