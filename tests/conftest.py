@@ -27,7 +27,7 @@ is_alone = Alone()
 
 @contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """One test's time: beside those of other processes, or while none of them runs a test.
+    """One test's time: next to those of other processes, or while none of them runs a test.
 
     Whoever waits to be alone keeps the gate, so that those that come later don't overtake it.
     """

@@ -99,7 +99,7 @@ def one_step(shape: Shape, plan: Plan, comm_dtype: CommDtype, nodes: Nodes | Non
     stats = CommStats(cpu)
     model = build(shape)
     OverlapSetup(plan, cpu, stats, timedelta(minutes=5), nodes=nodes, features=[ActiveCommDtype(comm_dtype)])([model])
-    # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
+    # No reduction: gradients are of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())
     with _recorded_routing(model) as maps:

@@ -13,12 +13,12 @@ from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes
 
 NUM_REPORT_WARM_UP_STEPS = 3
-"""Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
+"""Steps outside the report's medians: the first ones allocate, connect and record the order of reductions."""
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
-"""What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
+"""Keys on received rows, taken from the rank with the most. All ranks that exchange rows split the same chunks."""
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ class OverlapSetup:
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
                 nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
-            layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
+            layout: the same for all plans of the run, to count bytes that leave a node; None if it is unknown.
             documents: whether samples are made of documents, which do not attend to each other.
-            features: those of the run, which change the prepared model; read when it is built.
-            same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
+            features: the run's features, which change the prepared model; read when it is built.
+            same_on_all_ranks: plain values by name that all ranks must have, in addition to the plan.
         """
         self.plan = plan
         self.nodes = nodes
@@ -202,7 +202,7 @@ def check_same_plan(
 
 
 def _check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
-    """Check that all ranks think of the same nodes, and that those of a node are on one host.
+    """Check that all ranks assume the same nodes, and that the ranks of a node are on one host.
 
     Several nodes may be on one host, as in a test on one machine.
 
@@ -222,8 +222,8 @@ def _check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
         raise UsageError(f"ranks disagree about which of them share a node: {ranks_by_nodes}. {advice}")
     if nodes[0] is None:
         return
-    num_holders = parallel_state.get_expert_tensor_parallel_world_size()
-    per_node = nodes[0].ranks_per_node * num_holders
+    expert_tp_size = parallel_state.get_expert_tensor_parallel_world_size()
+    per_node = nodes[0].ranks_per_node * expert_tp_size
     for first in range(0, len(hosts), per_node):
         found = hosts[first : first + per_node]
         if len(set(found)) > 1:
@@ -234,7 +234,7 @@ def _check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
 
 
 def _ranks_by(values: Sequence[str], first: int = 0) -> str:
-    """Names the ranks with each value; the first of ``values`` is that of rank ``first``."""
+    """Names the ranks with each value; the first of ``values`` belongs to rank ``first``."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values, start=first):
         ranks.setdefault(value, []).append(rank)

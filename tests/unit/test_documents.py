@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDERS = ("", "docs", "docs/design", "benchmarks", "examples")
+FOLDERS = ("", "docs", "docs/design", "docs/features", "benchmarks", "examples")
 DOCUMENTS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).glob("*.md"))]
 
 

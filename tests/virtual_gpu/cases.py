@@ -12,8 +12,8 @@ from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -30,7 +30,7 @@ NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
 DEDUP = dedup(ONE)
-TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, own_rows=OwnRows.AFTER)]
+TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, local_tokens=LocalTokens.AFTER)]
 TWO_HOPS = [fixed_plan(count, dispatch=TWO_HOP) for count in (1, 2)]
 NODES = Nodes(2, 2)
 HOPS_LATE = (("between nodes",), ("inside a node",), ("compute",))
@@ -41,7 +41,7 @@ FORWARD_GAPS = (
     Gap("L2.c0.F.dispatch", ("L3.W.self_attention.linear_proj",)),
     *GAPS[2:],
 )
-"""dWs that run in waits of the forward beside their backward, and in a wait of the latter."""
+"""dWs that run in waits of the forward paired with their backward, and in a wait of the latter."""
 EACH_LATE = (("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
 """Without a step in which no stream is late: a missing order shows in each step alike, see ``virtual_gpu/order.py``."""
 COMPUTE_LATE = (("compute",),)
@@ -152,7 +152,7 @@ TE_CASES: dict[str, Case] = {
     "te/recompute/mla": Case([TWO], {**TE, **MLA, **selective("layernorm", "moe_act", "mla_up_proj")}),
     "recompute/norms": Case([TWO], selective("layernorm"), late=COMPUTE_LATE),
 }
-"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
+"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, also with local layers."""
 
 SMALL: dict[str, Any] = {"num_layers": 2}
 

@@ -274,7 +274,7 @@ def fails(case: Case | Program) -> str:
     if not found.largest_error < TOLERANCE:
         return "wrong numbers"
     if not found.exchanges <= EXCHANGE_STREAMS:
-        return f"all-to-alls on {sorted(found.exchanges)}: nothing is beside them"
+        return f"all-to-alls on {sorted(found.exchanges)}: nothing is next to them"
     return ""
 
 

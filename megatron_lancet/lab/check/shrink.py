@@ -43,7 +43,7 @@ _BESIDE_TE_LAYERS = (
     "--moe-single-grouped --fused-residual --mla-down-proj-fusion --no-tp-comm --symmetric-ar-type --moe-mlp-glu "
     "--cp-comm-type --softmax-type"
 )
-"""Beginnings of the flags of its kernels that are left out where its layers stay, too."""
+"""Beginnings of the flags of its kernels that are also left out where its layers stay."""
 _ON_GPUS = {
     "CUDA graphs": "--cuda-graph --enable-cuda-graph --external-cuda-graph",
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "
@@ -56,7 +56,7 @@ _ON_GPUS = {
     "--pipeline-model-parallel-layout",
     "chance": "--moe-input-jitter-eps --moe-router-force",
 }
-"""What is left out, with the beginnings of its flags."""
+"""Parts that are left out, with the prefixes of their flags."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Shrunk:
         words: flags of the model and of training, without the layout.
         ours: flags of the overlap.
         layout: the launch's axes, each of at most two ranks.
-        changes: what is different from the launch beside its sizes, for the user.
+        changes: what is different from the launch apart from its sizes, for the user.
         documents: whether samples are made of documents, which do not attend to each other.
     """
 
@@ -86,7 +86,7 @@ def shrink(
     Args:
         num_ranks: of the launch; None if it is not known.
         max_ranks: of the check.
-        padding: whether samples will have padding, which Megatron has no way to tell later pipeline stages.
+        padding: whether samples will have padding, which Megatron does not send to later pipeline stages.
         with_te: whether layers of Transformer Engine stay what they are.
 
     Raises:
@@ -114,7 +114,7 @@ def shrink(
         words += flags
         changes += [change] if change else []
     unchecked = line.config.unchecked_flags()
-    ours = line.of_the_overlap(unchecked)
+    ours = line.overlap_words(unchecked)
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
     if documents:
@@ -173,7 +173,7 @@ def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, pad
     axes = {name: min(size, _AXIS) for name, size in sizes.items()}
     changes: list[str] = []
     if padding and axes["pipeline"] > 1:
-        changes.append("no pipeline stages: Megatron tells the mask of padding to the first stage only")
+        changes.append("no pipeline stages: Megatron gives the mask of padding to the first stage only")
         axes["pipeline"] = 1
     if padding and axes["context"] > 1 and not args.calculate_per_token_loss:
         changes.append(

@@ -23,11 +23,13 @@ class DescribedPlan:
 
     Attributes:
         lines: the plan, its source, and what automatic tuning would do, for the user.
-        is_paired: whether its backwards run beside forwards.
+        is_stock: whether Megatron's own modules run.
+        is_paired: whether its backwards are paired with forwards.
         may_be_paired: whether that is for tuning to choose.
     """
 
     lines: list[str]
+    is_stock: bool = False
     is_paired: bool = False
     may_be_paired: bool = False
 
@@ -48,7 +50,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     check_features(facts)
     check_can_profile(args, config, plan)
     if plan is None:
-        return DescribedPlan([line])
+        return DescribedPlan([line], is_stock=True)
     lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))
     if is_tuned(args, config):
         num_steps = num_tuning_steps(args, config)

@@ -10,7 +10,7 @@ from megatron_lancet.schedule.ops import Op
 class Position:
     """The last op of a rank.
 
-    :class:`~megatron_lancet.runtime.progress.pairing.Pairing` also lets forwards run beside backwards.
+    :class:`~megatron_lancet.runtime.progress.pairing.Pairing` also lets forwards are paired with backwards.
 
     Attributes:
         trace: trace of the current step, None while nothing is recorded.

@@ -1,4 +1,4 @@
-"""What a plan's all-to-alls carry, and in how many parts: ``--lancet-dispatch`` and ``--lancet-tiles``.
+"""The dispatch of a plan and its tiles: ``--lancet-dispatch`` and ``--lancet-tiles``.
 
 Which dispatches a run allows, whether it allows tiles, and why not.
 """
@@ -42,7 +42,7 @@ def nodes_of(args: argparse.Namespace, config: LancetConfig) -> Nodes | str | No
     per_node = ranks_per_node(args, config)
     if per_node is None:
         return None
-    return nodes_of_group(args.expert_model_parallel_size, _num_holders(args), per_node)
+    return nodes_of_group(args.expert_model_parallel_size, _expert_tp_size(args), per_node)
 
 
 def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> Blocker | None:
@@ -77,7 +77,7 @@ def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatc
 
 
 def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[Dispatch, ...], list[Exclusion]]:
-    """What a planner may let all-to-alls carry, and why the run excludes the other dispatches if it does.
+    """Dispatches that a planner may choose, and the reasons against the others.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.
@@ -88,7 +88,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
     if config.dispatch is not None:
         refusal = refusal_of(args, config, config.dispatch, f"drop the flag, or pass {FLAG} {PLAIN}")
         if refusal is not None:
-            raise UsageError(f"{FLAG} {config.dispatch} can't be followed: {refusal}")
+            raise UsageError(f"{FLAG} {config.dispatch} is not possible: {refusal}")
         return (config.dispatch,), []
     blockers = {dispatch: dispatch_blocker(args, config, dispatch) for dispatch in Dispatch.known().values()}
     excluded = [
@@ -103,7 +103,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
 
 
 def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Dispatch, list[str]]:
-    """What the all-to-alls of a plan that is made without measurements carry, and a note if less was asked for.
+    """The dispatch of a plan that is made without measurements, and a note if it is not the requested one.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.
@@ -152,8 +152,7 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     blocker = tiles_blocker_of(args, config)
     if config.tiles and blocker is not None:
         raise UsageError(
-            f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
-            f"{blocker.advice}."
+            f"{TILES_FLAG} {config.tiles} is not possible: {blocker.reason}. Pass {TILES_FLAG} 0, or {blocker.advice}."
         )
     if config.tiles is not None:
         return (config.tiles,), []
@@ -174,7 +173,7 @@ def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> int:
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
-    """Which rows a run sends that asks for Megatron's deduplicating dispatcher.
+    """The dispatch of a run with Megatron's deduplicating dispatcher.
 
     Args:
         args: Megatron's arguments, validated or not.
@@ -204,13 +203,13 @@ def nodes_to_connect(args: argparse.Namespace, config: LancetConfig, plan: Plan,
 
 
 def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | None:
-    """What to say of two hops where nothing tells which ranks share a node; None if that makes no difference."""
+    """A note on two hops where the nodes are unknown; None if two hops are excluded anyway."""
     if config.dispatch is not None or nodes_of(args, config) is not None:
         return None
     for one in Dispatch.known().values():
         unknown = one.blocker(_layout(args, config, None))
         if unknown is not None and one.blocker(_layout(args, config, _SOME_NODES)) is None:
-            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} says it)"
+            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} sets it)"
     return None
 
 
@@ -225,12 +224,12 @@ def _layout(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str |
     )
 
 
-def _num_holders(args: argparse.Namespace) -> int:
+def _expert_tp_size(args: argparse.Namespace) -> int:
     return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
 
 
 def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> bool:
-    """Whether the reason against a dispatch is more than that a token has one expert, or that nothing leaves a node.
+    """Whether a user should be told why a dispatch is excluded.
 
     Where nodes are unknown, as in a dry run, see :func:`unknown_nodes_note`.
     """
@@ -239,6 +238,6 @@ def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: 
     per_node = ranks_per_node(args, config)
     if per_node in (None, 1):
         return False
-    group_size = args.expert_model_parallel_size * _num_holders(args)
+    group_size = args.expert_model_parallel_size * _expert_tp_size(args)
     is_inside = group_size <= per_node and per_node % group_size == 0
     return args.moe_router_topk > 1 and not is_inside

@@ -41,7 +41,7 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
         leaves_it_open = config.plan is PlanChoice.AUTO and config.pairing is None
         if MEGATRONS_FLAG in given and leaves_it_open:
             ask_for_pairing(args)
-            note += ", and may run backwards beside forwards"
+            note += ", and may pair backwards with forwards"
         notes.append(note)
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != OWN_DISPATCHER:

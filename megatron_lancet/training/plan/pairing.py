@@ -1,4 +1,4 @@
-"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can run beside the next forward."""
+"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can be paired with the next forward."""
 
 import argparse
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def allowed_pairing(args: argparse.Namespace, config: LancetConfig) -> tuple[tup
     blockers = list(pairing_blockers(args, config))
     if config.pairing is PairingChoice.ON:
         for blocker in blockers:
-            raise UsageError(f"{FLAG} on can't be followed: {blocker.reason}. {blocker.advice_begins}, or drop {FLAG}.")
+            raise UsageError(f"{FLAG} on is not possible: {blocker.reason}. {blocker.advice_begins}, or drop {FLAG}.")
         return (True,), []
     return ((False,) if blockers else (False, True)), [Exclusion("pairing", blocker.reason) for blocker in blockers]
 

@@ -9,26 +9,28 @@ import torch
 
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, OverlapRange, Plan, Segment, fixed_plan
 from tests.features.case import Case
 from tests.parity.gradients.variants import CAPACITY, FORCED, FULL, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
 
-HALF, AFTER = OwnRows.HALF, OwnRows.AFTER
+HALF, AFTER = LocalTokens.HALF, LocalTokens.AFTER
 
 
-def _tiled(tiles: int, own_rows: OwnRows, num_chunks: int = 1, **fields: Any) -> Plan:
-    return fixed_plan(num_chunks, tiles=tiles, own_rows=own_rows, **fields)
+def _tiled(tiles: int, local_tokens: LocalTokens, num_chunks: int = 1, **fields: Any) -> Plan:
+    return fixed_plan(num_chunks, tiles=tiles, local_tokens=local_tokens, **fields)
 
 
 TWO = _tiled(2, HALF)
 _WHOLE_EXPERTS = _tiled(2, HALF, overlap_range=OverlapRange.EXPERTS)
 _EIGHT_SEQUENCE: dict[str, Any] = {"chunk_dim": ChunkDim.SEQUENCE, "overlap_range": OverlapRange.EXPERTS}
 _DEDUP: dict[str, Any] = {"dispatch": DEDUP}
-_MIXED = Plan((Segment(1, 1, 1, tiles=2), Segment(2, 2, 1), Segment(3, None, 2, tiles=1, own_rows=AFTER)), dw_window=5)
+_MIXED = Plan(
+    (Segment(1, 1, 1, tiles=2), Segment(2, 2, 1), Segment(3, None, 2, tiles=1, local_tokens=AFTER)), dw_window=5
+)
 
 # GEMMs of parts of the rows give the bits of all rows at these widths, and a dW is one GEMM over all of them.
 CASES: dict[str, Case] = {
-    **{f"tiles-{t}-{own}/k=1": Case({}, _tiled(t, own)) for t in (1, 2, 4) for own in OwnRows},
+    **{f"tiles-{t}-{own}/k=1": Case({}, _tiled(t, own)) for t in (1, 2, 4) for own in LocalTokens},
     "tiles-2-half/k=2": Case({}, _tiled(2, HALF, 2), disturbed=True),
     "tiles-1-after/k=2": Case({}, _tiled(1, AFTER, 2)),
     "tiles-4-after/k=2": Case({}, _tiled(4, AFTER, 2)),

@@ -12,7 +12,7 @@ def placement_of(layer: int, num_experts: int) -> Sequence[int]:
 
 
 def place(model: Any, moves_weights: bool | None) -> None:
-    """Changes the places of all experts of a prepared model, with or without their weights; for None nothing."""
+    """Changes the slots of all experts of a prepared model, with or without their weights; for None nothing."""
     from megatron_lancet.model.expert_placement import layers_with_experts, place_experts
 
     for moe in layers_with_experts([model] if moves_weights is not None else []):
@@ -24,25 +24,25 @@ def bring_gradients_home(model: Any) -> None:
     """Moves the main gradients of placed experts to where stock has them; others stay."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_lancet.model.local_experts.placed import exchange, parameters_of_places
+    from megatron_lancet.model.local_experts.placed import exchange, parameters_of_slots
 
     for layer in model.modules():
-        places = getattr(layer.router, "places", None) if isinstance(layer, MoELayer) else None
-        if places is not None:
-            tensors_of = [[one.main_grad for one in its] for its in parameters_of_places(layer.experts)]
-            exchange(tensors_of, places.experts, range(len(places.experts)), layer.token_dispatcher.ep_group)
+        slots = getattr(layer.router, "slots", None) if isinstance(layer, MoELayer) else None
+        if slots is not None:
+            tensors_of = [[one.main_grad for one in its] for its in parameters_of_slots(layer.experts)]
+            exchange(tensors_of, slots.experts, range(len(slots.experts)), layer.token_dispatcher.ep_group)
 
 
 def numbers_in_checkpoints(model: Any) -> list[list[int]]:
     """Of each part of each local expert in a checkpoint: the expert's number there, and the one that it has."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    from megatron_lancet.model.expert_placement import layers_with_experts, places_of
+    from megatron_lancet.model.expert_placement import layers_with_experts, slots_of
 
     found = []
     for moe in layers_with_experts([model]):
         for name, part in moe.stock.experts.sharded_state_dict().items():
             built = part.build() if isinstance(part, ShardedTensorFactory) else [part]
-            place = int(re.findall(r"\d+", name.replace("linear_fc1", "").replace("linear_fc2", "") + " 0")[0])
-            found += [[one.global_offset[0], places_of(moe).local_experts[place]] for one in built]
+            slot = int(re.findall(r"\d+", name.replace("linear_fc1", "").replace("linear_fc2", "") + " 0")[0])
+            found += [[one.global_offset[0], slots_of(moe).local_experts[slot]] for one in built]
     return found

@@ -1,4 +1,4 @@
-"""One model that changes its plan from step to step, beside a stock one on the same weights."""
+"""One model that changes its plan from step to step, next to a stock one on the same weights."""
 
 import copy
 from collections.abc import Callable, Mapping

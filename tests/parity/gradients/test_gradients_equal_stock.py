@@ -27,7 +27,7 @@ from tests.parity.gradients.variants import (
 )
 from tests.ranks import launch
 
-# All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.
+# All cases run in one start of the ranks: about two minutes on two idle cores, four where others run next to it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
 BF16_AGAINST_FP32 = "bf16 against fp32"

@@ -101,7 +101,7 @@ WHOLE_ROUTING: dict[str, dict[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1},
     "jitter": {"moe_input_jitter_eps": 0.1},
 }
-"""Routers that look at the whole micro-batch, or draw random numbers once for it."""
+"""Routers that look at the full micro-batch, or draw random numbers once for it."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Models and plans with pairing that are compared with stock Megatron.
 
-They are chosen by what may differ when a forward runs beside another micro-batch's backward: state that a layer keeps
-from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
+They are chosen by what may differ when a forward is paired with another micro-batch's backward: state that a layer
+keeps from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -115,7 +115,7 @@ CASES: dict[str, Case] = {
     "dedup": Case({}, paired(dedup.ONE)),
     "tiles": Case({}, paired(_TILED), 3, True),
     "tiles/none/dropout": Case(
-        DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, own_rows=OwnRows.AFTER)), num_micro_batches=4
+        DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, local_tokens=LocalTokens.AFTER)), num_micro_batches=4
     ),
     "tiles/dedup/chunks-at-ends": Case({}, paired(dedup.dedup(_TILED), dedup.TWO)),
     "guarded": Case({}, K1, 3, True, max_rows=40),

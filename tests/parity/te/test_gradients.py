@@ -150,7 +150,7 @@ def test_te_deferred_weight_grads_keep_their_bound(results):
 
 
 def test_stock_loses_gradients_of_a_repeated_mtp_layer(results):
-    """So ours are compared with those of stock without fusion, see docs/support.md."""
+    """So ours are compared with stock's without fusion, see docs/support.md."""
     for result in results:
         found = result["mtp-repeated-fused/stock"]["gradients"]
         assert found["mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight0"] > 0.1

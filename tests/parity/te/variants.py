@@ -1,8 +1,8 @@
-"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
+"""Models and plans of the comparison with Transformer Engine's layers, next to ``parity/gradients/variants.py``."""
 
 from typing import Any
 
-from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, fixed_plan, paired
 from tests.features.dedup.cases import dedup
 from tests.features.placement.cases import placed
 from tests.parity.gradients.gradients_worker import plan_of
@@ -40,7 +40,7 @@ LOCAL_ONLY = (
     *("no-balancing", "seq-aux-loss", "global-aux-loss", "top-1", "group-limited", "fp32-router", "fp64-router"),
     "frozen-router-embedding-output",
 )
-"""Further ones: compared with local layers, and drawn beside Transformer Engine's in ``mocked/test_random_configs``."""
+"""Further ones: compared with local layers, and drawn in ``mocked/test_random_configs``."""
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -101,12 +101,12 @@ MOST_ROWS = 40
 
 TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-2-half": (FUSED, fixed_plan(1, tiles=2)),
-    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
+    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, local_tokens=LocalTokens.AFTER))),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
     "sequential-experts/tiles-2-after": (
         MODELS["sequential-experts"],
-        fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER),
+        fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER),
     ),
 }
 """Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""
@@ -131,7 +131,7 @@ def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> 
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
-    """All that is compared: overrides beside :data:`TE`, and the plan, by name."""
+    """All that is compared: overrides in addition to :data:`TE`, and the plan, by name."""
     cuts: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [*CUTS]
     cuts += [(name, settings, k, {}) for name, settings in {**VARIANTS, **FORCED}.items() for k in _chunk_counts(name)]
     for name, settings in MODELS.items():

@@ -10,7 +10,7 @@ from megatron_lancet.planning.verbs import is_cut
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import LocalTokens, OverlapRange
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -33,7 +33,7 @@ LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=TWO_HOP)
 LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=TWO_HOP)
 LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=PLAIN.in_tiles(2))
-LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, OwnRows.AFTER))
+LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, LocalTokens.AFTER))
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -149,6 +149,6 @@ def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import transformer_layer
 
     functions = {*transformer_layer.OPS, *mtp.OPS, *experts.OPS, *tiles.OPS, *two_hop.OPS}
-    assert {verb.of_all_rows for verb in layer} <= functions
-    assert functions == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
+    assert {verb.untiled for verb in layer} <= functions
+    assert functions == {verb.untiled for verbs in LAYERS.values() for verb in verbs}
     assert not {*transformer_layer.OPS, *mtp.OPS} & {*experts.OPS, *tiles.OPS, *two_hop.OPS}

@@ -180,14 +180,14 @@ def test_choices_arrive_with_probabilities_of_every_type(num_local, dtype):
         assert found.probs_m.equal(probs_tE[:, local].t()[map_tE[:, local].t()])
 
 
-@pytest.mark.parametrize("num_holders", [1, 2])
-def test_counts_are_distinct_rows_and_those_of_each_expert(num_holders):
-    """For each rank that holds a part of the experts, too."""
-    comm = Comm(2 * num_holders)
-    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(num_holders))
+@pytest.mark.parametrize("expert_tp_size", [1, 2])
+def test_counts_are_distinct_rows_and_those_of_each_expert(expert_tp_size):
+    """Also for each rank that holds a part of the experts."""
+    comm = Comm(2 * expert_tp_size)
+    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(expert_tp_size))
     map_tE = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
     pending = dispatcher.launch_counts(None, map_tE, None)
-    assert comm.counts[0].tolist() == [3, 2, 3] * num_holders + [1, 1, 0] * num_holders
+    assert comm.counts[0].tolist() == [3, 2, 3] * expert_tp_size + [1, 1, 0] * expert_tp_size
     assert pending.num_sent() == 4
 
 

@@ -1,4 +1,4 @@
-"""Reductions of gradients beside the backward pass: what they hide, in forecasts of other sizes and in plans."""
+"""Reductions of gradients during the backward pass: what they hide, in forecasts of other sizes and in plans."""
 
 import dataclasses
 
