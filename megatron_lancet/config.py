@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.units import mb_to_bytes
 
@@ -38,15 +39,6 @@ class AttentionChoice(StrEnum):
     """torch's fused kernel."""
 
 
-class PairingChoice(StrEnum):
-    """Whether the backward of each micro-batch is paired with the forward of the next."""
-
-    ON = "on"
-    """In every plan."""
-    OFF = "off"
-    """In none."""
-
-
 class CacheChoice(StrEnum):
     """Folder of measured profiles, if the user names none."""
 
@@ -54,16 +46,6 @@ class CacheChoice(StrEnum):
     """Profiles are not kept."""
     AUTO = "auto"
     """The user's cache folder."""
-
-
-def _tiles(text: str) -> int:
-    """
-    Raises:
-        UsageError: the text is no number of at least 0.
-    """
-    if not text.isdecimal():
-        raise UsageError(f"--lancet-tiles expects auto, or a number of tiles, 0 for none, got {text}.")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -109,43 +91,14 @@ class LancetConfig(CheckedFlags):
         "layers with attention, without a wait at the end of a layer). Default: the plan chooses; a fixed plan "
         "uses stack.",
     )
-    pairing: PairingChoice | None = flag(
-        None,
-        **words(PairingChoice, none_word="auto"),
-        limits_plan=True,
-        help="with gradient accumulation, interleave the backward of each micro-batch with the forward of the next, so "
-        "one computes while messages of the other are in flight; needs no chunks. auto (default): the plan "
-        "chooses; a fixed plan pairs if --overlap-moe-expert-parallel-comm is given and pairing is possible.",
-    )
     dispatch: Dispatch | None = flag(
         None,
         **words(Dispatch, none_word="auto"),
         limits_plan=True,
-        help="send a token once per expert (plain, as stock), once per rank (dedup: fewer bytes if a rank holds "
-        "several of its experts), or once per node, which forwards it to its ranks (two-hop: fewer bytes between "
-        "nodes). auto (default): the plan chooses; a fixed plan uses plain. With --moe-token-dispatcher-type flex, "
-        "auto means two-hop or dedup if they are possible.",
-    )
-    tiles: int | None = flag(
-        None,
-        read=_tiles,
-        none_word="auto",
-        limits_plan=True,
-        metavar="{auto,N}",
-        help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile "
-        "while the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a "
-        "fixed plan has no tiles.",
-    )
-    ranks_per_node: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Defaults to the launcher's value.",
-        unchecked="",
-        help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. "
-        "Default: the launcher's value (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); unknown in a "
-        "mocked world and in a dry run.",
+        help="rows of a dispatch. "
+        f"{'. '.join(f'{one}: {one.rows}' for one in Dispatch.known().values())}. auto (default): the plan "
+        f"chooses; a fixed plan uses {PLAIN}. With --moe-token-dispatcher-type flex, auto means another dispatch than "
+        f"{PLAIN} if one is possible.",
     )
     attention: AttentionChoice = flag(
         AttentionChoice.AUTO,
@@ -171,12 +124,6 @@ class LancetConfig(CheckedFlags):
         "bounded.",
         help="bound on the memory of deferred weight gradients on a rank (10^6 bytes); at the bound the oldest "
         "run first. Default: only the plan's window bounds it.",
-    )
-    separate_expert_grads: bool = flag(
-        False,
-        parsed_as=bool,
-        help="with --expert-model-parallel-size 1, store gradients and optimizer state of experts apart from dense "
-        "weights, as larger sizes do, so checkpoints can be loaded with either size.",
     )
     report_dir: Path | None = flag(
         None,
@@ -243,7 +190,7 @@ class LancetConfig(CheckedFlags):
 
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""
-        values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
+        values = {name: value for name, _, its, value in self.entries() if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
     def same_on_all_ranks(self) -> dict[str, object]:
@@ -255,12 +202,6 @@ class LancetConfig(CheckedFlags):
         for one in (self, *self.settings.values()):
             for name, entry, its in flags_of(type(one)):
                 yield name, entry, its, getattr(one, entry.name)
-
-    @property
-    def message_sms(self) -> int | None:
-        """Multiprocessors that a message may take, at most; None where nothing bounds them."""
-        bounds = (feature.message_sms(self) for feature in self.features)
-        return next((bound for bound in bounds if bound is not None), None)
 
     def unchecked_flags(self) -> dict[str, str]:
         """Flags that a check on a few CPU ranks leaves out, by name, with the part of the run that is not checked."""

@@ -8,7 +8,7 @@ The core runs the plain plan and names no feature. The entry points of the comma
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +17,8 @@ from megatron_lancet.flags import CheckedFlags
 
 if TYPE_CHECKING:
     from megatron_lancet.config import LancetConfig
+    from megatron_lancet.planning.search.search_space import Limits
+    from megatron_lancet.schedule.dispatch import Dispatch
     from megatron_lancet.schedule.plan import Plan
     from megatron_lancet.schedule.reductions import GradientReduction
 
@@ -83,6 +85,38 @@ class Samples:
     number_set_by: str
 
 
+@dataclass
+class SmallLaunch:
+    """A launch that is checked on a few CPU ranks; features change it in place.
+
+    Attributes:
+        args: Megatron's arguments of the launch.
+        axes: ranks of each parallel axis of the check, by name.
+        keeps_kernels: whether kernels that also run on a CPU stay what they are.
+        anew: flags of the launch that are left out, because ``flags`` has them with another value or they do not work.
+        flags: further flags of both runs, stock's and the overlap's.
+        ours: further flags of the overlap.
+        stock_mask: whether stock gets a mask in place of ``ours``.
+        left_out: beginnings of flags that are not checked, by the part of the launch that they stand for.
+        changes: what is different from the launch, for the user.
+    """
+
+    args: argparse.Namespace
+    axes: Mapping[str, int]
+    keeps_kernels: bool
+    left_out: dict[str, str]
+    anew: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    ours: list[str] = field(default_factory=list)
+    stock_mask: bool = False
+    changes: list[str] = field(default_factory=list)
+
+
+def message_sms(config: "LancetConfig") -> int | None:
+    """Multiprocessors that a message of a run may take, at most; None where nothing bounds them."""
+    return next((n for feature in config.features if (n := feature.message_sms(config)) is not None), None)
+
+
 class ActiveFeature:
     """A feature in a run. Every method may be left out; all ranks call the same ones in the same order."""
 
@@ -96,6 +130,20 @@ class ActiveFeature:
     def comm_settings(self) -> Mapping[str, Any]:
         """Arguments of the model's :class:`~megatron_lancet.runtime.comm.Comm`."""
         return {}
+
+    def model_settings(self) -> Mapping[str, Any]:
+        """Further arguments of :func:`~megatron_lancet.model.gpt.overlap`."""
+        return {}
+
+    def check_ranks(self) -> None:
+        """Compares the ranks before the model is built. Collective over all ranks.
+
+        Raises:
+            UsageError: they differ in what must be the same.
+        """
+
+    def prepare_stock(self, stages: Sequence[Any]) -> None:
+        """Changes a model of stock modules before DDP wraps it."""
 
     def adopt(self, stages: Sequence[Any], comm: Any) -> None:
         """Changes the model when it is prepared for the plan, before DDP wraps it.
@@ -166,6 +214,87 @@ class Feature:
     def needs_plan(self, config: "LancetConfig") -> bool:
         """Whether the user asks for what stock modules don't have, so that a run does not fall back to these."""
         return False
+
+    def missing_seams(self) -> Iterator[str]:
+        """Yields what the feature uses of Megatron's internals, and this Megatron lacks."""
+        yield from ()
+
+    def flags_for_overlap(self, config: "LancetConfig") -> Iterator[str]:
+        """Yields the flags, with their values, that ask for what only a plan can have."""
+        yield from ()
+
+    def take_over(self, flags: Sequence[str], args: argparse.Namespace, config: "LancetConfig") -> str:
+        """Called where a plan does what Megatron's own flags ask for.
+
+        Args:
+            flags: of Megatron; the arguments behind them are cleared.
+
+        Returns:
+            What the plan may do for them, as the end of a sentence; empty for nothing.
+        """
+        return ""
+
+    def allows(self, dispatch: "Dispatch", config: "LancetConfig") -> bool:
+        """Whether a fixed plan can have a dispatch and what the user asks of the feature."""
+        return True
+
+    def limited(self, limits: "Limits", args: argparse.Namespace, config: "LancetConfig") -> "Limits":
+        """What a planner may choose in the run.
+
+        Args:
+            limits: what it may choose without the feature.
+
+        Raises:
+            UsageError: the run does not allow what the user asks for.
+        """
+        return limits
+
+    def in_fixed_plan(
+        self, plan: "Plan", args: argparse.Namespace, config: "LancetConfig"
+    ) -> "tuple[Plan, Sequence[str]]":
+        """A plan that is made without measurements, and notes for the user.
+
+        Args:
+            plan: the plan without the feature.
+
+        Raises:
+            UsageError: the run does not allow what the user asks for.
+        """
+        return plan, ()
+
+    def check_file(self, plan: "Plan", file: Path, args: argparse.Namespace, config: "LancetConfig") -> None:
+        """Checks a plan that the user gives.
+
+        Raises:
+            UsageError: the run can't follow it.
+        """
+
+    def choices(self, limits: "Limits") -> str:
+        """What a planner may choose within these limits, for the user; empty for nothing."""
+        return ""
+
+    def choice_notes(self, args: argparse.Namespace, config: "LancetConfig") -> Iterator[str]:
+        """Yields lines on what a planner could choose if the user said more."""
+        yield from ()
+
+    def ranks_per_node(self, config: "LancetConfig") -> int | None:
+        """Ranks of each node, if the user gives them."""
+        return None
+
+    def layout_blockers(self, args: argparse.Namespace) -> Iterator[str]:
+        """Yields flags that a check on a few CPU ranks does not know."""
+        yield from ()
+
+    def shrink_axes(self, args: argparse.Namespace, axes: dict[str, int]) -> Iterator[str]:
+        """Leaves out parallel axes of a check on a few CPU ranks; yields why.
+
+        Args:
+            axes: ranks of each axis, changed in place.
+        """
+        yield from ()
+
+    def shrink(self, launch: SmallLaunch) -> None:
+        """Adapts a launch to a check on a few CPU ranks."""
 
     def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: "LancetConfig") -> Iterator[PlanBlocker]:
         """Yields why a plan of the run can't have this part."""

@@ -1,4 +1,4 @@
-"""Files: written completely or not at all; dataclasses to JSON and back, checked field by field.
+"""Files of records: dataclasses to JSON and back, checked field by field.
 
 The reader is written by hand because neither msgspec nor pydantic gives its messages, for example ``plan.json.plan:
 expected an object, found 3``, for frozen dataclasses. msgspec 0.22 ignores unknown fields and names neither the value
@@ -8,22 +8,15 @@ unless each dataclass has a configuration of its own. Both are compiled packages
 
 import dataclasses
 import json
-import os
-import signal
-import threading
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-"""Exit status that shells show for a process which SIGTERM ended."""
 MAX_COUNT = 10**5
 """Largest number of ranks, chunks or experts in a file: a damaged number must not fill the memory."""
 OMITTED_AT_DEFAULT = types.MappingProxyType({"omitted_at_default": True})
@@ -51,9 +44,11 @@ class Named(ABC):
 
     Attributes:
         name: names the object, and no other one of its kind.
+        absent: what to do about a name that this installation does not know, as the end of a message.
     """
 
     name: str
+    absent: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
@@ -157,43 +152,6 @@ def read_text(path: Path) -> str:
         raise RecordError(f"{path}: no JSON, or damaged: {error}") from error
 
 
-@contextmanager
-def atomic_outputs(*targets: Path) -> Iterator[list[Path]]:
-    """Write several files of one result under temporary names, then move all of them into place.
-
-    Args:
-        targets: final paths; their folders must exist (see ``cli/arguments.py``).
-
-    Yields:
-        One temporary path per target, in the same folder (a move is atomic only within one file system). The body
-        creates, fills and closes every one of them.
-
-    If the body raises anything, Ctrl-C and SIGTERM included, the temporaries are removed and older targets stay as
-    they were. Only SIGKILL or a power cut can leave a temporary (``.NAME.PID.tmp``). A process that has a SIGTERM
-    handler keeps it.
-    """
-    temporaries = [target.with_name(f".{target.name}.{os.getpid()}.tmp") for target in targets]
-    with _sigterm_raises_exit():
-        try:
-            yield temporaries
-            with _interrupts_deferred() if len(targets) > 1 else nullcontext():
-                for temporary, target in zip(temporaries, targets, strict=True):
-                    temporary.replace(target)
-        finally:
-            for temporary in temporaries:
-                temporary.unlink(missing_ok=True)
-
-
-def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file; a reader sees the old content or all of the new content.
-
-    Raises:
-        OSError: the folder does not exist or can't be written.
-    """
-    with atomic_outputs(path) as (temporary,):
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
 def _written_fields(value: Any) -> Iterator[dataclasses.Field[Any]]:
     for field in dataclasses.fields(value):
         if not (OMITTED_AT_DEFAULT.items() <= field.metadata.items() and getattr(value, field.name) == field.default):
@@ -224,7 +182,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return {name: _convert(part_kind, part, f"{where}.{name}") for name, part in value.items()}
     if issubclass(kind, Named):
         known = kind.known()
-        return known[_one_of(list(known), value, where)]
+        if value not in list(known):
+            raise RecordError(f"{_unexpected(_choices(known), value, where)}{kind.absent}")
+        return known[value]
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
     if issubclass(kind, Enum):
@@ -234,8 +194,12 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _one_of(allowed: list[Any], value: Any, where: str) -> Any:
     if value not in allowed:
-        raise _unexpected(f"one of {', '.join(map(str, allowed))}", value, where)
+        raise _unexpected(_choices(allowed), value, where)
     return value
+
+
+def _choices(allowed: Iterable[Any]) -> str:
+    return f"one of {', '.join(map(str, allowed))}"
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:
@@ -286,42 +250,3 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
 def _unexpected(expected: str, value: Any, where: str) -> RecordError:
     found = repr(value)
     return RecordError(f"{where}: expected {expected}, found {found if len(found) <= 60 else found[:57] + '...'}")
-
-
-@contextmanager
-def _sigterm_raises_exit() -> Iterator[None]:
-    """Makes SIGTERM unwind the stack, so that ``finally`` blocks run, unless the process has a handler."""
-    is_main = threading.current_thread() is threading.main_thread()  # only that one may set signal handlers
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def exit_on_signal(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(_SIGTERM_EXIT_CODE)
-
-    previous = signal.signal(signal.SIGTERM, exit_on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Holds Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``.
-
-    Uses handlers, not a signal mask: a mask holds for one thread, and any other thread would receive the signal.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-    held = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(signum, lambda received, _: caught.append(received)) for signum in held]
-    try:
-        yield
-    finally:
-        for signum, handler in zip(held, previous, strict=True):
-            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
-        if caught:
-            signal.raise_signal(caught[0])

@@ -14,10 +14,18 @@ from megatron_lancet.errors import UsageError
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
     from megatron_lancet.model.parts import ModelPart
-    from megatron_lancet.runtime.progress.position import Position
+    from megatron_lancet.runtime.position import Position
     from megatron_lancet.schedule.dispatch import Dispatch
 
 _FEATURES: tuple[str, ...] = (
+    "megatron_lancet.features.tiles.feature:TILES",
+    "megatron_lancet.features.pairing.feature:PAIRING",
+    "megatron_lancet.features.two_hop.feature:NODES",
+    "megatron_lancet.features.documents.feature:DOCUMENTS",
+    "megatron_lancet.features.mtp.feature:PREDICTIONS",
+    "megatron_lancet.features.te.feature:TRANSFORMER_ENGINE_LAYERS",
+    "megatron_lancet.features.hybrid.feature:HYBRID",
+    "megatron_lancet.features.ep_resize.feature:EP_RESIZE",
     "megatron_lancet.features.bins.feature:BINS",
     "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
     "megatron_lancet.features.row_bound.feature:ROW_BOUND",
@@ -43,8 +51,10 @@ _MODEL_PARTS: tuple[str, ...] = (
 )
 """In the order in which they replace ops of a layer."""
 
-_POSITION = "megatron_lancet.runtime.progress.pairing:Pairing"
-"""Without pairing it is ``megatron_lancet.runtime.progress.position:Position``."""
+_POSITION: tuple[str, ...] = (
+    "megatron_lancet.features.pairing.pairing:Pairing",  # a line of its own, as each feature has
+)
+"""The position of a rank whose forwards run beside backwards; empty where none do."""
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
 }
@@ -87,8 +97,13 @@ def tiled() -> "Callable[..., Dispatch]":
 
 def position_class() -> "type[Position]":
     """The class of the position of a rank."""
-    found: type[Position] = load(_POSITION)
+    found: type[Position] = load(next(iter(_POSITION), "megatron_lancet.runtime.position:Position"))
     return found
+
+
+def has_pairing() -> bool:
+    """Whether this installation lets forwards run beside backwards."""
+    return bool(_POSITION)
 
 
 @cache

@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> bool:
         ) from None
     from benchmarks.gpu.check.parts import PARTS
     from benchmarks.gpu.check.predict.file import DEVICES
-    from megatron_lancet.runtime.connections import CONNECTIONS, has_one_connection
+    from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, has_one_connection
 
     names = [part.name for part in PARTS]
     unknown = [name for name in args.parts or () if name not in names]

@@ -13,11 +13,7 @@ from pathlib import Path
 from megatron_lancet.cli.planning import load_plan, load_profile
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.explain import explain
-from megatron_lancet.planning.plan_file import PlanFile, check_fits, made_for
-from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.planner import make_plan
-from megatron_lancet.report.planning.explanation_text import (
+from megatron_lancet.lab.plan_text.explanation_text import (
     dispatch_line,
     each_layer,
     layer_lines,
@@ -25,7 +21,11 @@ from megatron_lancet.report.planning.explanation_text import (
     reason_lines,
     short_text,
 )
-from megatron_lancet.report.planning.plan_text import LEGEND, head_lines, plan_lines
+from megatron_lancet.lab.plan_text.plan_text import LEGEND, head_lines, plan_lines
+from megatron_lancet.planning.explain import explain
+from megatron_lancet.planning.plan_file import PlanFile, check_fits, made_for
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.planner import make_plan
 
 _NUM_ALTERNATIVES = 5
 

@@ -17,6 +17,7 @@ from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
+from megatron_lancet.lab.plan_text.explanation_text import short_text
 from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
     add_reduction_arguments,
@@ -28,7 +29,6 @@ from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.plan_record import record_of
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import PlannedStep
-from megatron_lancet.report.planning.explanation_text import short_text
 
 _NUM_ALTERNATIVES = 5
 

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from megatron_lancet.atomic import atomic_outputs
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.jsonl import iter_line_batches, open_input
 from megatron_lancet.data.lengths import as_json
 from megatron_lancet.data.parallel import ordered_map, start_fork_server
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import atomic_outputs
 
 if TYPE_CHECKING:
     from megatron_lancet.data.encode import EncodedBatch, EncodedDocuments, EncodeJob

@@ -22,9 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, atomic_write
+from megatron_lancet.files import RecordError
+from megatron_lancet.lab.plan_text.routing_table import routing_table
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load
 from megatron_lancet.planning.load.routing_report import (
     LayerRouting,
@@ -32,7 +34,6 @@ from megatron_lancet.planning.load.routing_report import (
     routing_of_choices,
     routing_of_loads,
 )
-from megatron_lancet.report.planning.routing_table import routing_table
 
 _FROM_CHECKPOINT = ("data", "step", "tokenizer_model", "max_tokens", "expert_load")
 """Arguments that say something of a checkpoint or its text."""

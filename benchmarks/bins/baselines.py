@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from benchmarks.bins.padded_groups import padded_groups
-from megatron_lancet.schedule.documents.bins import Dealing, in_columns, lengths_of
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.bins import Dealing, in_columns, lengths_of
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 
 def one_a_row(drawn: Sequence[Sequence[int]]) -> Dealing:

@@ -6,8 +6,8 @@ from itertools import chain
 from benchmarks.bins.baselines import first_fit, one_a_row, padded
 from benchmarks.harness.cases import Case, Shape, select
 from megatron_lancet.lab.what_if.document_times import MicroBatch
-from megatron_lancet.schedule.documents.bins import Dealing, balanced
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.bins import Dealing, balanced
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import fixed_plan
 
 PLAN = fixed_plan(1)

@@ -24,12 +24,12 @@ from megatron_lancet.lab.what_if.document_times import ColumnTimes, as_one_sampl
 from megatron_lancet.lab.what_if.packings import Drawn, Packing, Ranks, Setting, predict_packings
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.gpt import overlap, set_plan
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import ChunkDim
 
 _LOSS_TOLERANCE = 1e-5

@@ -229,7 +229,7 @@ class Runner:
     def _patches(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
         if self.setup is not None and self.setup.plan.is_paired:
-            from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+            from megatron_lancet.features.pairing.schedules import paired_schedules
 
             setup = self.setup
             stack.enter_context(paired_schedules(lambda: setup.stages))
@@ -250,11 +250,11 @@ def _build(config: Any, size: Size) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_lancet.training.megatron.patches import core_attention_without_te
+    from megatron_lancet.training.megatron.patches import fused_core_attention
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    with core_attention_without_te(size.latent):
+    with fused_core_attention(size.latent):
         return GPTModel(
             config,
             get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
@@ -291,12 +291,14 @@ def _side_stream() -> Iterator[None]:
 
 def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStats) -> "OverlapSetup | None":
     """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
+    from megatron_lancet.features.two_hop.feature import ActiveNodes
     from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if variant.plan is not None:
+        nodes = [ActiveNodes(variant.nodes, device, stats, _TIMEOUT)]
         setup = OverlapSetup(
-            variant.plan, device, stats, _TIMEOUT, sdpa=True, switchable=variant.plans_switch, nodes=variant.nodes
+            variant.plan, device, stats, _TIMEOUT, sdpa=True, switchable=variant.plans_switch, features=nodes
         )
         setup([model])
         return setup

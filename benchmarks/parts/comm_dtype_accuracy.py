@@ -92,13 +92,16 @@ def one_step(shape: Shape, plan: Plan, comm_dtype: CommDtype, nodes: Nodes | Non
 
     from benchmarks.training_step.model import build, make_batches, make_forward
     from megatron_lancet.features.comm_dtype.feature import ActiveCommDtype
+    from megatron_lancet.features.two_hop.feature import ActiveNodes
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")
     stats = CommStats(cpu)
     model = build(shape)
-    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), nodes=nodes, features=[ActiveCommDtype(comm_dtype)])([model])
+    timeout = timedelta(minutes=5)
+    features = [ActiveNodes(nodes, cpu, stats, timeout), ActiveCommDtype(comm_dtype)]
+    OverlapSetup(plan, cpu, stats, timeout, features=features)([model])
     # No reduction: gradients are of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())

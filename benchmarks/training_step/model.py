@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.harness.cases import Shape, Variant
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.megatron_overlap import schedule_micro_batches
+from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.patching import replaced
@@ -30,7 +31,6 @@ from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
-from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
 
 _SEED = 1
 _LEARNING_RATE = 1e-7
@@ -120,7 +120,7 @@ def schedules_for(model: GPTModel, plan: Plan) -> Callable[[], AbstractContextMa
     Returns:
         What makes the context that a step needs.
     """
-    ask_for_pairs([model], plan.is_paired)
+    model.decoder.comm.progress.run_by([model], plan)
     return (lambda: paired_schedules(lambda: [model])) if plan.is_paired else nullcontext
 
 
@@ -131,7 +131,7 @@ def watched_lane(model: GPTModel, watch: Callable[[], AbstractContextManager[Non
     if comm is None:  # stock modules
         yield
         return
-    with replaced(comm.pairing.lane, "on_thread", watch):
+    with replaced(comm.progress.lane, "on_thread", watch):
         yield
 
 

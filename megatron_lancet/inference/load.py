@@ -23,9 +23,9 @@ from megatron.core.inference.utils import InferenceMode
 
 from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint.reader import StoredRun
+from megatron_lancet.inference.checkpoint_reader import StoredRun
 from megatron_lancet.training.megatron.models import build_plain_gpt, default_arguments
-from megatron_lancet.training.megatron.patches import core_attention_without_te
+from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.megatron.seams import Seam, missing_functions, refuse_missing
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 
@@ -218,7 +218,7 @@ def loaded_model(run: StoredRun, device: torch.device) -> Iterator[LoadedModel]:
     num_ranks = number_of_ranks()
     args = model_arguments(run, device, num_ranks)
     own_attention = bool(args.multi_latent_attention) and args.transformer_impl == "local"
-    with _process_groups(device, args), core_attention_without_te(own_attention):
+    with _process_groups(device, args), fused_core_attention(own_attention):
         module = build_plain_gpt(args)
         _load_weights(module, run)
         module.eval()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.inference.checkpoint_reader import StoredRun, find_checkpoint, read_run
 from megatron_lancet.inference.load import LoadedModel, check_ranks, loaded_model, number_of_ranks, tokenizer_of
-from megatron_lancet.training.checkpoint.reader import StoredRun, find_checkpoint, read_run
 from megatron_lancet.training.platform.detect import platform
 
 

@@ -26,7 +26,7 @@ from megatron_lancet.model.parts import Stack, document_reader
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
-from megatron_lancet.model.transformer_layer import OverlappingLayer
+from megatron_lancet.model.transformer_layer import OverlappingLayer, check_ops
 from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
@@ -116,9 +116,8 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     for layer in layers:
         if layer.attention in prefixed:
             check_mask_type(layer.stock.self_attention)
-    assert all(plan.dispatch in layer.moe.dispatchers for layer in layers if layer.moe is not None), (
-        f"the layers have no connections for {plan.dispatch}"
-    )
+    for segment in (*plan.segments, *plan.at_ends.segments):
+        check_ops(segment, plan.dispatch, layers)
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"

@@ -156,7 +156,7 @@ class LayersByPlan:
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         packed = self.packed(packed_seq_params, hidden, attention_mask)
-        segments = self.end_segments if self.comm.pairing.is_at_end else self.segments
+        segments = self.end_segments if self.comm.progress.is_at_end else self.segments
         in_layers = [(one.segment, layer.stock) for one in segments for layer in one.layers.values()]
         self.checked_limits = look_once(attention_mask, self.checked_limits, in_layers, hidden.size(0))
         self._begin_micro_batch(None if packed is None else packed.documents)
@@ -227,7 +227,7 @@ class LayersByPlan:
         return self.documents.read(params, hidden, self.config)
 
     def _begin_micro_batch(self, documents: Documents | None) -> None:
-        if self.comm.store is not None and not self.comm.pairing.is_on:
+        if self.comm.store is not None and not self.comm.progress.is_on:
             self.comm.store.assert_idle()
         for layer in self.layers:
             begin_layer(layer, documents)

@@ -3,7 +3,7 @@
 Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
@@ -29,6 +30,7 @@ from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch, Segment
@@ -97,6 +99,21 @@ def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
         of_layers = {**of_layers, **part.layer_ops()}
         of_experts = {**of_experts, **part.ops(segment, dispatch, of_experts)}
     return {**of_layers, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
+
+
+def check_ops(segment: Segment, dispatch: Dispatch, layers: Sequence[OverlappingLayer]) -> None:
+    """
+    Raises:
+        UsageError: the layers, or this installation, can't run a segment with a dispatch.
+    """
+    sent = segment.in_tiles(dispatch)
+    is_known = set(sent.order(turns.EXPERTS_LAYER)) <= ops_of(segment, dispatch).keys()
+    if not is_known or any(dispatch not in layer.moe.dispatchers for layer in layers if layer.moe is not None):
+        raise UsageError(
+            f"this model can't run a plan with dispatch={sent}: it was built without connections for it, or this "
+            "installation of Megatron-Lancet lacks its folder of features/. Install the whole package, or use a plan "
+            f"with dispatch={PLAIN} and without tiles."
+        )
 
 
 def _on_experts(op: ForwardOp, layer: OverlappingLayer, x: ChunkState) -> None:

@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_lancet.planning.dispatch import with_dispatch
+from megatron_lancet.planning.link_times import WIRES, wire_of
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.planner import PlannedStep
+from megatron_lancet.planning.search.planner import Alternative, PlannedStep
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.planning.simulation.buckets import REDUCTION
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.phase_result import Wait
+from megatron_lancet.planning.simulation.phase_result import MicroBatchKind, Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
 from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import FIRST_DISPATCHES, INSIDE_NODE, Op, OpKind, Phase
+from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, OpKind, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
 from megatron_lancet.schedule.timeline import Lane, Span
 
@@ -116,8 +117,7 @@ class Explanation:
         ends: layers in the first forward and the last backward of a paired step; else empty.
         no_overlap: prediction without chunks and deferral; None if unknown.
         other_dispatches_ms: predicted step time of this plan with each other dispatch that the run can use.
-        other_pairing_ms: predicted step time of the best plan that is paired if this one is not, or the other way
-            round; None if there is none.
+        others: the alternatives of the search, see :class:`~megatron_lancet.planning.search.planner.Alternative`.
         alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
         excluded: parts of the search space that were not considered, and why.
         warning: warning of the search; None if there is none.
@@ -132,7 +132,7 @@ class Explanation:
     alternatives: tuple[tuple[str, float, bool], ...]
     excluded: tuple[Exclusion, ...]
     warning: str | None
-    other_pairing_ms: float | None = None
+    others: tuple[Alternative, ...] = ()
     other_dispatches_ms: Mapping[Dispatch, float] = field(default_factory=dict)
 
     def exposed_by_reason(self) -> dict[Reason, float]:
@@ -158,20 +158,11 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
     layers: list[LayerExplanation] = []
     ends: list[LayerExplanation] = []
     num_micro_batches = costs.model.num_micro_batches
-    has_pairs = plan.is_paired and num_micro_batches > 1
     for stage in sorted(set(costs.model.stage_of_layer)):
         simulation = simulator.simulate(plan, stage)
         reader = _StageReader(simulator, plan, simulation, planned)
-        if has_pairs:
-            layers += reader.layers(simulation.waits, plan.in_middle, num_micro_batches - 1)
-            ends += reader.layers(simulation.end_waits, plan.at_ends, 1)
-        else:
-            layers += reader.layers(simulation.waits, plan.at_ends, num_micro_batches)
-    other_pairing = [
-        other.prediction.step_ms
-        for other in (planned.alternatives if planned else ())
-        if other.fits and other.plan.is_paired != plan.is_paired
-    ]
+        for kind in simulation.kinds(plan, num_micro_batches):
+            (ends if kind.is_at_end else layers).extend(reader.layers(kind))
     others: dict[str, tuple[str, float, bool]] = {}
     for other in planned.alternatives if planned else ():
         others.setdefault(str(other.plan), (str(other.plan), other.prediction.step_ms, other.fits))
@@ -186,7 +177,7 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
         alternatives=tuple(others.values()),
         excluded=planned.excluded if planned else (),
         warning=planned.warning if planned else None,
-        other_pairing_ms=min(other_pairing, default=None),
+        others=planned.alternatives if planned else (),
         other_dispatches_ms=_other_dispatches_ms(simulator, plan),
     )
 
@@ -208,37 +199,27 @@ class _StageReader:
         self._stage = simulation.stage
         exposed_ms = [timeline.exposed_ms() for timeline in simulation.timelines]
         column = self._column = exposed_ms.index(max(exposed_ms))
-        self._is_link_bound = {
-            is_inside: _link_bound_phases(simulator, simulation, column, is_inside) for is_inside in (False, True)
-        }
+        self._is_link_bound = {wire: _link_bound_phases(simulator, simulation, column, wire) for wire in WIRES}
         self._num_early = simulation.prediction.num_early
         self._lacks_memory = planned is not None and any(
             not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
         )
 
-    def layers(
-        self, waits_of_ranks: Sequence[Sequence[Wait]], plan: Plan, num_times: int
-    ) -> Iterator[LayerExplanation]:
-        """Yields the explanations of the stage's layers.
-
-        Args:
-            waits_of_ranks: what is explained, by timeline of the simulation.
-            plan: the plan by which these micro-batches run, without pairing.
-            num_times: how often they run in a step.
-        """
+    def layers(self, kind: MicroBatchKind) -> Iterator[LayerExplanation]:
+        """Yields the explanations of the stage's layers in micro-batches of a kind."""
         waits: dict[int, list[Wait]] = {}
-        for wait in waits_of_ranks[self._column]:
+        for wait in kind.waits[self._column]:
             layer = Op.parse(wait.name).layer
             assert layer is not None, wait.name
             waits.setdefault(layer, []).append(wait)
-        for number, kind in enumerate(self._model.layer_kinds, start=1):
+        for number, layer_kind in enumerate(self._model.layer_kinds, start=1):
             if self._model.stage_of_layer[number - 1] != self._stage:
                 continue
-            segment = plan.segment_of(number)
+            segment = kind.plan.segment_of(number)
             own = waits.get(number, [])
             yield LayerExplanation(
                 number,
-                kind,
+                layer_kind,
                 self._stage,
                 segment,
                 tuple(
@@ -247,7 +228,7 @@ class _StageReader:
                     if _exposed_ms(wait) > _SHOWN_MS
                 ),
                 tuple(Filled(wait.name, wait.filled) for wait in own if wait.filled),
-                num_times,
+                kind.num_times,
             )
 
     def _reason(self, wait: Wait, segment: Segment) -> Reason:
@@ -261,7 +242,7 @@ class _StageReader:
         # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
         waits_for_counts = not is_backward and kind in FIRST_DISPATCHES
         is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
-        if is_queued or (segment.overlaps and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
+        if is_queued or (segment.overlaps and self._is_link_bound[wire_of(kind)][is_backward]):
             return Reason.LINK
         defers = self._plan.dw_policy is DwPolicy.FILL
         if self._lacks_memory or (is_backward and defers and self._num_early):
@@ -271,25 +252,25 @@ class _StageReader:
         return Reason.NOTHING_LEFT if wait.filled else Reason.DEPENDENCY
 
 
-def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int, is_inside: bool) -> tuple[bool, bool]:
+def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int, wire: int) -> tuple[bool, bool]:
     """For forward and backward, whether some rank's messages take longer than the compute of the rank ``column``.
 
     Args:
-        is_inside: whether messages inside a node are meant, which have a wire of their own; else the others.
+        wire: the wire of the messages.
     """
     compute_ms = _ms_by_phase(
         (span, span.ms) for span in simulation.timelines[column].spans if span.lane is Lane.COMPUTE
     )
-    link_ms = [_ms_by_phase(_message_times(simulator, timeline.spans, is_inside)) for timeline in simulation.timelines]
+    link_ms = [_ms_by_phase(_message_times(simulator, timeline.spans, wire)) for timeline in simulation.timelines]
     return max(ms[0] for ms in link_ms) > compute_ms[0], max(ms[1] for ms in link_ms) > compute_ms[1]
 
 
-def _message_times(simulator: Simulator, spans: Sequence[Span], is_inside: bool) -> Iterator[tuple[Span, float]]:
+def _message_times(simulator: Simulator, spans: Sequence[Span], wire: int) -> Iterator[tuple[Span, float]]:
     """Yields the messages of a wire, and their times alone on it."""
     for span in spans:
         if span.lane is Lane.COMM and not span.name.startswith(REDUCTION):
             kind = OpKind(Op.parse(span.name).kind)
-            if (kind in INSIDE_NODE) is is_inside:
+            if wire_of(kind) == wire:
                 yield span, simulator.costs.message_ms(span.num_bytes, kind)
 
 

@@ -8,6 +8,14 @@ from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, MEMORY_BOUN
 Points = tuple[tuple[Size, Ms], ...]
 """(bytes, ms), ascending in bytes."""
 
+WIRES = (0, 1)
+"""Messages on one wire wait for each other, and for none on another."""
+
+
+def wire_of(kind: str) -> int:
+    """The wire of a kind of messages: the messages inside a node have one of their own."""
+    return int(kind in INSIDE_NODE)
+
 
 @dataclass(frozen=True)
 class LinkTimes:

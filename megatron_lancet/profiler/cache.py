@@ -5,7 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, atomic_write, differences, to_plain
+from megatron_lancet.atomic import atomic_write
+from megatron_lancet.files import RecordError, differences, to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = (

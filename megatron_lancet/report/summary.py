@@ -3,22 +3,21 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.files import atomic_write, from_plain, to_plain
+from megatron_lancet.atomic import atomic_write
+from megatron_lancet.files import from_plain, to_plain
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
-from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and record the order of reductions."""
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
-_MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
-"""Keys on received rows, taken from the rank with the most. All ranks that exchange rows split the same chunks."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,15 @@ class StepRecord:
 def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
     """Returns medians over the steps after warm-up, or over all steps if there are no others.
 
-    Peaks, and what is said of chunks that went in several rounds, are over all steps.
+    Peaks and sums, see :class:`~megatron_lancet.runtime.comm_stats.Counter`, are over all steps.
     """
     steady = records[NUM_REPORT_WARM_UP_STEPS:] or records
     rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     comms = [record.comm for record in records]
-    return {
-        **medians,
-        _PEAK: max(comm.peak_dw_bytes for comm in comms),
-        "peak_expert_rows": max(comm.peak_expert_rows for comm in comms),
-        "num_chunks": sum(comm.num_chunks for comm in comms),
-        "num_split_chunks": sum(comm.num_split_chunks for comm in comms),
-        "num_split_steps": sum(comm.num_split_chunks > 0 for comm in comms),
-        "most_rounds": max(comm.most_rounds for comm in comms),
-    }
+    peaks = {name: max(getattr(comm, name) for comm in comms) for name in _named(Counter.PEAK)}
+    sums = {name: sum(getattr(comm, name) for comm in comms) for name in _named(Counter.SUM)}
+    return {**medians, **peaks, **sums}
 
 
 def tokens_per_second(records: Sequence[StepRecord]) -> float:
@@ -93,7 +86,7 @@ def summarise(
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
         "step_ms": step_ms,
         **means,
-        **{name: max(rank[name] for rank in per_rank) for name in (_PEAK, *_MOST)},
+        **{name: max(rank[name] for rank in per_rank) for name in (*_named(Counter.PEAK), *_named(Counter.SUM))},
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
@@ -116,7 +109,6 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
-    lines += _between_nodes(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
         bound, early = report["dw_memory_bytes"], ""
@@ -132,21 +124,14 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _between_nodes(report: dict[str, Any]) -> list[str]:
-    """The line on what left the nodes, where it is known how ranks lie on them."""
-    num_bytes, num_tokens = report["between_nodes_bytes"], report["num_routed_tokens"]
-    if not num_bytes or not num_tokens:
-        return []
-    rows = report["between_nodes_rows"] / num_tokens
-    return [
-        f"  between nodes      {num_bytes / 1e6:.1f} of the {report['payload_bytes'] / 1e6:.1f} MB that a rank sends "
-        f"in a step; {rows:.2f} rows of each token and layer"
-    ]
-
-
 def write_json(report: dict[str, Any], folder: Path) -> Path:
     """Writes ``report.json`` into ``folder`` atomically; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT_FILE
     atomic_write(path, json.dumps(report, indent=2) + "\n")
     return path
+
+
+def _named(kind: Counter) -> list[str]:
+    """Names of the counters of a kind."""
+    return [entry.name for entry in fields(CommTimes) if entry.metadata.get(Counter) is kind]

@@ -61,7 +61,7 @@ class AllToAll:
         Returns:
             Whether the rows are sent in this message. Else the caller moves them, and calls :meth:`return_gradients`.
         """
-        self._comm.pairing.forward_waits()
+        self._comm.progress.forward_waits()
         assert self._forward is not None, f"{self.op} is waited for but was not launched"
         return not self._forward.is_left_out()
 
@@ -100,7 +100,7 @@ class AllToAll:
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:
         assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not launched"
         handle, self._backward = self._backward, None
-        self._comm.pairing.backward_waits()
+        self._comm.progress.backward_waits()
         grads = wait_in_backward(self._comm, self.op.mirrored(), handle)
         if self._comm.store is not None:
             self._comm.store.advance_window()

@@ -33,7 +33,7 @@ from megatron_lancet.runtime.exchange import (
     RowSplits,
 )
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.progress.position import Position
+from megatron_lancet.runtime.position import Position
 from megatron_lancet.runtime.recorder import Recorder, waiting
 from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
@@ -86,7 +86,7 @@ class Comm:
     """Shared state of a model's all-to-alls: transport, deferred dWs, counters, and the position of this rank.
 
     Attributes:
-        pairing: the forwards and backwards that run side by side.
+        progress: the place of this rank in the step, and the forwards that run beside backwards.
         settings: what may change between steps.
         nodes: how the expert-parallel group lies on nodes; None if no plan of this model has two hops.
         own_rank: this rank's place in the expert-parallel group.
@@ -121,7 +121,7 @@ class Comm:
         self.stats = stats
         self.scheduler = scheduler
         self.comm_dtype = comm_dtype
-        self.pairing: Position = position_class()(store, stats.on_cuda)
+        self.progress: Position = position_class()(store, stats.on_cuda)
         self.settings = CommSettings(max_expert_rows=max_expert_rows)
         self.trace: Recorder | None = None
         self.own_rank = own_rank
@@ -142,7 +142,7 @@ class Comm:
 
     def record_to(self, trace: Recorder | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
-        self.trace = self.pairing.trace = trace
+        self.trace = self.progress.trace = trace
         if self.store is not None:
             self.store.trace = trace
 
@@ -152,7 +152,7 @@ class Comm:
 
         While a forward runs during a backward, first comes the one that has the turn, then the other.
         """
-        return self.pairing.position(self._in_words)
+        return self.progress.position(self._in_words)
 
     def _in_words(self, doing: str, op: Op) -> str:
         peers = self._hop_of(op).peers
@@ -236,7 +236,7 @@ class Comm:
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
-        self.pairing.mark(doing, op)
+        self.progress.mark(doing, op)
 
     def _launch_up_to(self, exchange: Exchange) -> None:
         """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""

@@ -3,11 +3,24 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 
 from megatron_lancet.schedule.ops import Op
+
+
+class Counter(Enum):
+    """How a counter of a step is reported, where that is not its median over steps and its mean over ranks.
+
+    The report takes the rank where such a figure is largest.
+    """
+
+    SUM = auto()
+    """The sum over all steps."""
+    PEAK = auto()
+    """The largest of all steps."""
 
 
 @dataclass
@@ -32,6 +45,7 @@ class CommTimes:
         peak_expert_rows: the most rows that they worked on at a time.
         num_split_chunks: chunks that were sent in several rounds, because a rank would have received more
             rows than ``--lancet-max-expert-rows``.
+        num_split_steps: 1 in a step with such a chunk.
         most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
             next to it: on the CPU while it was in flight.
@@ -53,15 +67,16 @@ class CommTimes:
     between_nodes_bytes: int = 0
     between_nodes_rows: int = 0
     num_routed_tokens: int = 0
-    num_chunks: int = 0
+    num_chunks: int = field(default=0, metadata={Counter: Counter.SUM})
     num_expert_rows: int = 0
-    peak_expert_rows: int = 0
-    num_split_chunks: int = 0
-    most_rounds: int = 0
+    peak_expert_rows: int = field(default=0, metadata={Counter: Counter.PEAK})
+    num_split_chunks: int = field(default=0, metadata={Counter: Counter.SUM})
+    num_split_steps: int = field(default=0, metadata={Counter: Counter.SUM})
+    most_rounds: int = field(default=0, metadata={Counter: Counter.PEAK})
     num_dw_in_gaps: int = 0
     num_dw_early: int = 0
     num_dw_late: int = 0
-    peak_dw_bytes: int = 0
+    peak_dw_bytes: int = field(default=0, metadata={Counter: Counter.PEAK})
     num_grad_micro_ops: int = 0
     num_grad_micro_ops_between: int = 0
     grad_bytes: int = 0

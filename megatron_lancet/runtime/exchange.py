@@ -10,7 +10,7 @@ import torch
 
 from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.runtime.progress.position import Position
+from megatron_lancet.runtime.position import Position
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.ops import Op
@@ -64,7 +64,7 @@ class Launcher(Protocol):
     """Orders the launches of messages and waits for them; see :class:`~megatron_lancet.runtime.comm.Comm`."""
 
     @property
-    def pairing(self) -> Position: ...
+    def progress(self) -> Position: ...
     @property
     def comm_dtype(self) -> CommDtype: ...
     @property
@@ -89,7 +89,7 @@ class CountsExchange:
         self.op = op
         self.transfer = transfer
         self.launched_s = time.monotonic()
-        self.micro_batch = comm.pairing.number
+        self.micro_batch = comm.progress.number
         self._comm = comm
 
     def done(self) -> bool:
@@ -154,7 +154,7 @@ class Exchange:
         self.splits = splits if isinstance(splits, RowSplits) else RowSplits((), ())
         self.pending = None if isinstance(splits, RowSplits) else splits
         self.created_s = time.monotonic()
-        self.micro_batch = comm.pairing.number
+        self.micro_batch = comm.progress.number
         self.launched = threading.Event()
         self.error: Exception | None = None
         self.transfer: Transfer | None = None

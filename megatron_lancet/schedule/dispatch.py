@@ -27,7 +27,7 @@ class LocalTokens(StrEnum):
 
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
-NO_TILES = "this installation has no tiles"
+NO_TILES = "this installation of Megatron-Lancet lacks features/tiles"
 
 
 class Dispatch(Named):
@@ -39,6 +39,7 @@ class Dispatch(Named):
         description: what happens to a token, as a sentence without its end.
         refusal: what a plan does that has this dispatch, as a verb phrase.
         receiver: what gets a token once in the first message.
+        rows: which rows a message has, for ``--help``.
         costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
         measured_as: names of the dispatches whose ops do as much as its own, the nearest first; the plain one comes
             after them.
@@ -50,9 +51,14 @@ class Dispatch(Named):
         tiles: parts in which the rows of other ranks go; 0 for one message of all rows.
     """
 
+    absent = (
+        ", and this installation of Megatron-Lancet has no other folder of a dispatch in features/. Install the whole "
+        "package, or make a plan with one of these"
+    )
     description: str
     refusal: str
     receiver: str
+    rows: str = ""
     costs: str
     measured_as: tuple[str, ...] = ()
     messages: Mapping[OpKind, OpKind] = {kind: kind for kind in (OpKind.DISPATCH, OpKind.COMBINE)}
@@ -121,7 +127,7 @@ class Dispatch(Named):
         if not tiles:
             return self
         if not registry.has_tiles():
-            raise ValueError(NO_TILES)
+            raise ValueError(f"tiles are not possible: {NO_TILES}. Install the whole package, or plan without tiles")
         if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
@@ -139,6 +145,7 @@ class _Plain(Dispatch):
     description = "a token goes once to each of its experts"
     refusal = "sends plain rows"
     receiver = "expert"
+    rows = "one per token and chosen expert, as stock"
     costs = "megatron_lancet.planning.dispatch:DispatchCosts"
 
 

@@ -51,5 +51,5 @@ class Blocker(NamedTuple):
 def tiles_blocker(layout: Layout) -> Blocker | None:
     """Why the rows of a layout can't go to other ranks in tiles; None if they can."""
     if not registry.has_tiles():
-        return Blocker(NO_TILES, is_evident=True, advice="install them")
+        return Blocker(NO_TILES, is_evident=True, advice="install the whole package")
     return PLAIN.in_tiles(1).blocker(layout)

@@ -5,11 +5,13 @@ import json
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from megatron_lancet import registry
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 
 PLAN_VERSION = 3
+NO_PAIRING = "this installation of Megatron-Lancet lacks features/pairing"
 
 
 class ChunkDim(StrEnum):
@@ -180,6 +182,8 @@ class Plan:
         for segment in self.segments:
             segment.in_tiles(self.dispatch)  # raises where it can't
         if self.pairing is not None:
+            if not registry.has_pairing():
+                raise ValueError(f"no pairs: {NO_PAIRING}. Install the whole package, or plan without pairing")
             _ = self.at_ends  # is also a plan
 
     def __str__(self) -> str:

@@ -20,7 +20,6 @@ from megatron_lancet.config import DryRunConfig, LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
-from megatron_lancet.training.checkpoint.ep_resize import check_separate_expert_grads
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
@@ -185,7 +184,6 @@ def check_settings(args: argparse.Namespace, config: LancetConfig) -> None:
     check_hybrid_pattern(args)
     _check_data(args)
     check_modes(args)
-    check_separate_expert_grads(args)
     _check_local_modules(args)
 
 

@@ -20,7 +20,6 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
-from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
@@ -110,7 +109,6 @@ def _change_megatron(stack: ExitStack, choice: RunChoice, stop: StopRequest | No
     for feature in config.features:
         feature.enter(choice.facts, stack)
     stack.enter_context(Checkpoints(args).watched())
-    stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
     if stop is not None:
         stack.enter_context(checkpoint_patches.asked_to_stop(stop, stop.begin))
     stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())

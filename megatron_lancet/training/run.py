@@ -9,21 +9,17 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, RunFacts
+from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron import checkpoint_patches, patches
-from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
-from megatron_lancet.training.megatron.te_seams import check_te_seams
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
@@ -37,12 +33,10 @@ class RunChoice:
 
     Attributes:
         line: the plan and its source, for the user.
-        nodes: those between which two hops are possible; None if no plan of the run can have them.
     """
 
     facts: RunFacts
     line: str
-    nodes: Nodes | None
 
     @property
     def plan(self) -> Plan | None:
@@ -62,13 +56,9 @@ def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.dev
     """
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
-    nodes = None
-    if plan is not None:
-        may_change = config.profile is not None or is_tuned(args, config)
-        nodes = nodes_to_connect(args, config, plan, may_change)
     facts = facts_of_run(args, config, plan, device)
     check_features(facts)
-    return RunChoice(facts, f"{line}{notes_of_features(facts)}", nodes)
+    return RunChoice(facts, f"{line}{notes_of_features(facts)}")
 
 
 def facts_of_run(
@@ -108,10 +98,8 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
-    if choice.plan is not None and choice.facts.args.transformer_impl == TRANSFORMER_ENGINE:
-        check_te_seams()
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.facts.args, choice.facts.config)))
+    stack.enter_context(patches.fused_core_attention(uses_sdpa(choice.facts.args, choice.facts.config)))
     stack.enter_context(patches.resumable_distributed_optimizer())
     run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
     run.enter(stack)
@@ -147,7 +135,7 @@ class StockRun(Run):
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         super().__init__(choice, device)
-        self.setup = NoOverlap(choice.facts.config.separate_expert_grads)
+        self.setup = NoOverlap(self._features)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
@@ -184,7 +172,6 @@ class OverlappedRun(Run):
         self._tuner: AutoTune | None = None
         self.traced: TracedSteps | None = None
         profiles = self.makes_profile = config.profile is not None
-        layout = nodes_of(args, config)
         self.setup = OverlapSetup(
             plan_without_overlap() if choice.facts.is_tuned else plan,
             device,
@@ -192,9 +179,6 @@ class OverlappedRun(Run):
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
             switchable=profiles or choice.facts.is_tuned,
-            nodes=choice.nodes,
-            layout=layout if isinstance(layout, Nodes) else None,
-            documents=args.dataloader_inter_document_masking,
             features=self._features,
             same_on_all_ranks=config.same_on_all_ranks(),
         )
@@ -211,8 +195,7 @@ class OverlappedRun(Run):
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
-        stack.enter_context(patches.predictions_in_documents())
-        stack.enter_context(paired_schedules(lambda: self.setup.stages))
+        stack.enter_context(position_class().steps(lambda: self.setup.stages))
         if self._tuner is not None:
             stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
         for feature in self._features:

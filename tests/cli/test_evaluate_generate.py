@@ -296,8 +296,8 @@ def test_evaluate_refuses_data_of_another_vocabulary(tool, trained, tmp_path):
 
 
 def test_missing_or_other_tokenizer_is_refused(trained, tmp_path):
+    from megatron_lancet.inference.checkpoint_reader import find_checkpoint, read_run
     from megatron_lancet.inference.load import check_ranks, tokenizer_of
-    from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 
     run = read_run(find_checkpoint(trained[0]))
     with pytest.raises(UsageError, match=r"4 experts .* can't be shared evenly by 3 ranks"):

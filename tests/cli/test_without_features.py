@@ -42,6 +42,8 @@ def test_core_plans_with_the_plain_dispatch_alone():
     assert plan.startswith("chunks=")
     assert "dispatch=" not in plan
     assert others == "{}"
-    assert no_tiles == "this installation has no tiles"
-    assert no_dedup == "plan.dispatch: expected one of plain, found 'dedup'"
-    assert no_tiled_plan == "plan: this installation has no tiles"
+    assert no_tiles == "this installation of Megatron-Lancet lacks features/tiles"
+    assert no_dedup.startswith("plan.dispatch: expected one of plain, found 'dedup', and this installation")
+    assert no_dedup.endswith("Install the whole package, or make a plan with one of these")
+    assert no_tiled_plan.startswith("plan: tiles are not possible: this installation of Megatron-Lancet lacks ")
+    assert no_tiled_plan.endswith("Install the whole package, or plan without tiles")

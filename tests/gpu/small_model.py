@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,

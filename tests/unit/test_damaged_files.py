@@ -34,12 +34,12 @@ from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.data.jsonl import iter_line_batches
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
+from megatron_lancet.inference.checkpoint_reader import find_checkpoint, read_run
 from megatron_lancet.inference.evaluate import read_stream
 from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.profiler import cache
-from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced
 from tests.draws import examples

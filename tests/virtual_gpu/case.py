@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.features.row_bound import rounds
 from megatron_lancet.features.row_bound.limit import Counts, RowLimit
 from megatron_lancet.patching import around, replaced
@@ -25,7 +26,6 @@ from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
 from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, HostWaits
 from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
 from megatron_lancet.testkit.virtual_gpu.memory import Problem
-from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
 from tests.virtual_gpu.paired import scheduled_step
@@ -214,14 +214,15 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
 
         priority = [ActivePriority(MicroOps(round(case.micro_op_mb * 1e6)), stats)]
         priority[0].enter(stack)
+    from megatron_lancet.features.two_hop.feature import ActiveNodes
+
     setup = OverlapSetup(
         case.plans[0],
         device,
         stats,
         timedelta(minutes=2),
         switchable=case.switchable,
-        nodes=case.nodes,
-        features=priority,
+        features=[*priority, ActiveNodes(case.nodes, device, stats, timedelta(minutes=2))],
     )
     if case.num_scheduled is not None:
         stack.enter_context(paired_schedules(lambda: setup.stages))

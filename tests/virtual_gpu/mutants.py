@@ -52,7 +52,7 @@ KEEPERS = (
 )
 """Where attributes are taken for kept memory if they are released, or never read."""
 MISPLACED_IN = tuple({place.file for place in (*REPLACED, *SWAPPED)})
-NOT_KEEPERS = ("runtime/progress/lane.py", "runtime/progress/pairing.py", "runtime/progress/position.py")
+NOT_KEEPERS = ("features/pairing/lane.py", "features/pairing/pairing.py", "runtime/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
 _WORDS = (*STATEMENTS, *WRAPPERS, "torch.cuda.stream", ".wait(")
 """A file that has none of them has no call that is a place."""

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.features.pairing.lane import ForwardLane
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.progress.lane import ForwardLane
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.testkit.mock.mock_world import mock_world

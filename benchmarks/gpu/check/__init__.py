@@ -17,7 +17,7 @@ def start(folder: Path, is_rehearsal: bool, device: str, commit: str | None) -> 
         commit: commit of the code where git can't say it.
     """
     from benchmarks.gpu.check.driver import Check
-    from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED
+    from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, RECOMMENDED
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.features.bins.batches import Document
-from megatron_lancet.schedule.documents.bins import Dealing
+from megatron_lancet.planning.documents.bins import Dealing
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from megatron_lancet.features.bins.batches import Batch, Document, packed
 from megatron_lancet.features.bins.exchange import Exchange
-from megatron_lancet.schedule.documents.bins import Prediction, balanced, bin_tokens, predicted
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.bins import Prediction, balanced, bin_tokens, predicted
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.training.process.console import say
 
 

@@ -12,6 +12,7 @@ class _Dedup(Dispatch):
     description = "a token goes once to each rank that holds any of its experts"
     refusal = "deduplicates dispatched rows"
     receiver = "rank"
+    rows = "one per token and rank that holds any of its experts: fewer bytes where a rank holds several"
     costs = "megatron_lancet.features.dedup.costs:DedupCosts"
     measured_as = ("dedup",)
 

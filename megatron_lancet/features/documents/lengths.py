@@ -14,9 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.balance import balancing_loss
 from megatron_lancet.model.samples import Attend
+from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cuts import cut_sizes
 from megatron_lancet.runtime.device import to_device
-from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.schedule.documents.cuts import cut_sizes
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 

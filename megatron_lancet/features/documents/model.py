@@ -12,7 +12,7 @@ from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.features.documents.packed import PackedMicroBatch
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.parts import ModelPart
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.model.attention.slices import own_positions
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.runtime.device import to_device
-from megatron_lancet.schedule.documents.cost import DocumentCost
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         refuse_arguments(kwargs)
         depth = self.depths[self._num_runs]
         self._num_runs += 1
-        segment = depth.end_segment if depth.layer.comm.pairing.is_at_end else depth.segment
+        segment = depth.end_segment if depth.layer.comm.progress.is_at_end else depth.segment
         in_layer = [(segment.segment, depth.layer.stock)]
         self.checked_limits = look_once(attention_mask, self.checked_limits, in_layer, hidden_states.size(0))
         packed = None if packed_seq_params is None else self._packed(packed_seq_params, hidden_states)

@@ -77,6 +77,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
     rows_per_expert = over.counts[own_rank * plain.tp_size + plain.tp_rank]
     dispatch, combine = (moe.op(kind, x) for kind in (OpKind.DISPATCH, OpKind.COMBINE))
     moe.comm.stats.add("num_split_chunks", 1)
+    moe.comm.stats.raise_to("num_split_steps", 1)
     moe.comm.stats.raise_to("most_rounds", over.num_rounds)
     if moe.comm.stats.first_split is None:
         most = max(over.rows)

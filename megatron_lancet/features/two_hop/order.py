@@ -30,6 +30,7 @@ class _TwoHop(Dispatch):
     description = "a token goes once to each node that holds any of its experts, and there once to each such rank"
     refusal = "dispatches in two hops"
     receiver = "node"
+    rows = "one per token and node, and from there one per token and rank: fewer bytes between nodes"
     costs = "megatron_lancet.features.two_hop.costs:TwoHopCosts"
     measured_as = ("two-hop", "dedup")
     messages = {OpKind.DISPATCH: OpKind.NODE_DISPATCH, OpKind.COMBINE: OpKind.NODE_COMBINE}

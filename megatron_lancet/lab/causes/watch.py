@@ -101,7 +101,8 @@ def gathered_causes(setup: OverlapSetup, device: torch.device, step: int, own: T
     dist.gather_object(own, ranks, dst=dist.get_global_rank(group, 0), group=group)
     of_group: StepCauses | str | None = None
     if ranks is not None:
-        per_node = setup.nodes.ranks_per_node if setup.nodes is not None else None
+        nodes = setup.stages[0].decoder.comm.nodes
+        per_node = nodes.ranks_per_node if nodes is not None else None
         try:
             of_group = causes_of_group(ranks, link_kind(setup.stages[0].decoder.comm, device), per_node)
         except CannotReplay as error:

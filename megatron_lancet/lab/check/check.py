@@ -139,7 +139,7 @@ class Checker:
                 folder,
                 seed,
                 self._padding,
-                self._shrunk.documents,
+                self._shrunk.stock_mask,
                 self._prepare if is_parallel else None,
             )
             run_ranks(task, layout.num_ranks, self._timeout_s)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import SmallLaunch
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
-from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE
+from megatron_lancet.training.plan.flag_mapping import OTHER_DISPATCHERS
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 
 MICRO_BATCHES = 8
 """Micro-batches of a step on one data-parallel rank; more such ranks share them out."""
@@ -26,7 +27,7 @@ _SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--ffn-hidden-size"),
     *("--kv-channels", "--seq-length", "--max-position-embeddings", "--num-experts", "--moe-ffn-hidden-size"),
     *("--moe-shared-expert-intermediate-size", "--moe-router-topk", "--moe-router-num-groups", "--moe-latent-size"),
-    *("--moe-router-group-topk", "--moe-layer-freq", "--mtp-num-layers", "--q-lora-rank", "--kv-lora-rank"),
+    *("--moe-router-group-topk", "--moe-layer-freq", "--q-lora-rank", "--kv-lora-rank"),
     *("--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--make-vocab-size-divisible-by"),
     *("--init-method-std", "--embedding-init-method-std", "--hidden-dropout", "--attention-dropout"),
     *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-expert-capacity-factor", "--transformer-impl"),
@@ -36,23 +37,14 @@ _SIZES = (
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel", "--disable-bias-linear"),
 )
 """Flags that are given anew."""
-_TE_KERNELS = "Transformer Engine's kernels"
-_BESIDE_TE_LAYERS = (
-    "--moe-permute-fusion --use-transformer-engine-op-fuser --cross-entropy --tp-comm --attention-backend "
-    "--flash-attention-version --moe-router-fusion --use-te --qk-clip --window --deterministic-mode --batch-invariant "
-    "--moe-single-grouped --fused-residual --mla-down-proj-fusion --no-tp-comm --symmetric-ar-type --moe-mlp-glu "
-    "--cp-comm-type --softmax-type"
-)
-"""Beginnings of the flags of its kernels that are also left out where its layers stay."""
 _ON_GPUS = {
     "CUDA graphs": "--cuda-graph --enable-cuda-graph --external-cuda-graph",
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "
     "--apply-query-key-layer-scaling --keep-fp8",
-    _TE_KERNELS: f"--moe-grouped-gemm --use-grouped-gemm {_BESIDE_TE_LAYERS}",
     "offloading": "--cpu-offloading --fine-grained-activation-offloading --offload --activation-offload",
-    "other dispatchers": "--moe-enable-deepep --moe-flex --moe-deepep --moe-hybridep --moe-ncclep",
+    "other dispatchers": " ".join(f"--{prefix.replace('_', '-')}" for prefix in OTHER_DISPATCHERS),
     "an uneven or finer cut": "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards "
-    "--account-for --mtp-standalone --microbatch-group-size --hierarchical-context --decoder-first --decoder-last "
+    "--account-for --microbatch-group-size --hierarchical-context --decoder-first --decoder-last "
     "--pipeline-model-parallel-layout",
     "chance": "--moe-input-jitter-eps --moe-router-force",
 }
@@ -68,18 +60,18 @@ class Shrunk:
         ours: flags of the overlap.
         layout: the launch's axes, each of at most two ranks.
         changes: what is different from the launch apart from its sizes, for the user.
-        documents: whether samples are made of documents, which do not attend to each other.
+        stock_mask: whether stock gets a mask that keeps documents of a sample apart.
     """
 
     words: list[str]
     ours: list[str]
     layout: Layout
     changes: list[str]
-    documents: bool = False
+    stock_mask: bool = False
 
 
 def shrink(
-    line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool = False, with_te: bool = False
+    line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool = False, with_kernels: bool = False
 ) -> Shrunk:
     """Shrinks a launch.
 
@@ -87,7 +79,7 @@ def shrink(
         num_ranks: of the launch; None if it is not known.
         max_ranks: of the check.
         padding: whether samples will have padding, which Megatron does not send to later pipeline stages.
-        with_te: whether layers of Transformer Engine stay what they are.
+        with_kernels: whether kernels that also run on a CPU stay what they are.
 
     Raises:
         UsageError: a feature that is not checked.
@@ -95,41 +87,35 @@ def shrink(
     line = replace(line, args=argparse.Namespace(**vars(line.args)))
     for feature in line.config.features:
         list(feature.normalize(line.args, line.config))
-    _refuse_others(line.args)
-    layout, changes = _layout(line.args, num_ranks, max_ranks, padding)
-    documents = line.args.dataloader_inter_document_masking
-    has_te = line.args.transformer_impl == TRANSFORMER_ENGINE
-    keeps_te = has_te and with_te and not documents  # stock gets a mask for documents
-    on_gpus = _ON_GPUS | ({_TE_KERNELS: _BESIDE_TE_LAYERS} if keeps_te else {})
+    _refuse_others(line)
+    layout, changes = _layout(line, num_ranks, max_ranks, padding)
+    launch = SmallLaunch(line.args, vars(layout), with_kernels, dict(_ON_GPUS))
+    for feature in line.config.features:
+        feature.shrink(launch)
+    on_gpus = launch.left_out
     left_out = [flag for beginnings in on_gpus.values() for flag in _given(line, beginnings)]
     sections = {section for section in line.sections.values() if section not in _MODEL_SECTIONS}
     others = [word for flag in line.flags if flag[0] in _KEPT_OF_OTHERS for word in flag]
-    words = line.kept(sections, [*_SIZES, *left_out, *OVERLAP_FLAGS])
+    words = line.kept(sections, [*_SIZES, *launch.anew, *left_out, *OVERLAP_FLAGS])
     words += others
     changes += [f"not checked: {what} ({found})" for what, b in on_gpus.items() if (found := " ".join(_given(line, b)))]
-    if has_te and not keeps_te:
-        why = "because stock gets a mask of documents" if with_te else "which need a GPU"
-        changes.append(f"local layers in place of Transformer Engine's, {why}")
-    for flags, change in _features(line.args, layout):
+    changes += launch.changes
+    for flags, change in _given_anew(line.args):
         words += flags
         changes += [change] if change else []
     unchecked = line.config.unchecked_flags()
-    ours = line.overlap_words(unchecked)
+    ours = [*line.overlap_words(unchecked), *launch.ours]
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
-    if documents:
-        ours.append(DOCUMENTS_FLAG)
-        changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")
-    layers = ["--transformer-impl", TRANSFORMER_ENGINE if keeps_te else "local"]
-    words += [*_sizes(line.args, layout), *_RUN, *layers, *([] if documents else _NO_MASK)]
-    return Shrunk(words, ours, layout, changes, documents)
+    words += [*_sizes(line.args, layout), *_RUN, *launch.flags, *([] if launch.stock_mask else _NO_MASK)]
+    return Shrunk(words, ours, layout, changes, launch.stock_mask)
 
 
 _RUN = (
     f"--micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES} --lr 1e-5 --train-iters 1 --eval-iters 0 "
     "--eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 1 "
     "--num-workers 0 --clip-grad 1e9 --init-method-std 0.1 --hidden-dropout 0 "
-    "--attention-dropout 0 --lancet-cache off"
+    "--attention-dropout 0 --transformer-impl local --lancet-cache off"
 ).split()
 _NO_MASK = ["--no-create-attention-mask-in-dataloader"]
 
@@ -138,11 +124,12 @@ def _given(line: CommandLine, beginnings: str) -> list[str]:
     return [flag[0] for flag in line.flags if flag[0].startswith(tuple(beginnings.split()))]
 
 
-def _refuse_others(args: argparse.Namespace) -> None:
+def _refuse_others(line: CommandLine) -> None:
+    args = line.args
     refused = {
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--hybrid-layer-pattern": args.hybrid_layer_pattern,
+        **{flag: True for feature in line.config.features for flag in feature.layout_blockers(args)},
         "--spec": args.spec,
         "--experimental-attention-variant": args.experimental_attention_variant,
         "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path,
@@ -159,8 +146,9 @@ def _refuse_others(args: argparse.Namespace) -> None:
         raise UsageError("a check needs the model's sizes: pass --num-layers, --hidden-size, --num-attention-heads.")
 
 
-def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, padding: bool) -> tuple[Layout, list[str]]:
+def _layout(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool) -> tuple[Layout, list[str]]:
     """The axes that the check has, and why some of the launch's are left out."""
+    args = line.args
     moe, tensor = bool(args.num_experts), args.tensor_model_parallel_size
     sizes = {
         "pipeline": args.pipeline_model_parallel_size,
@@ -181,9 +169,7 @@ def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, pad
             "with padding is another mean by definition"
         )
         axes["context"] = 1
-    if args.dataloader_inter_document_masking and axes["virtual"] > 1:
-        changes.append("no virtual stages: Megatron gives the mask of documents to the first and the last one only")
-        axes["virtual"] = 1
+    changes += [why for feature in line.config.features for why in feature.shrink_axes(args, axes)]
     axes["virtual"] = axes["virtual"] if axes["pipeline"] > 1 else 1
     layout = Layout(**axes, sequence=bool(args.sequence_parallel and axes["tensor"] > 1)).fitted()
     model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
@@ -239,8 +225,6 @@ def _sizes(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     if args.multi_latent_attention:
         sizes |= {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
         sizes |= {"--q-lora-rank": 16} if args.q_lora_rank else {}
-    if args.mtp_num_layers and layout.context == 1 and not args.dataloader_inter_document_masking:
-        sizes["--mtp-num-layers"] = 1
     if args.num_experts:
         sizes |= {"--num-experts": min(args.num_experts, _NUM_EXPERTS), "--moe-ffn-hidden-size": 24}
         sizes["--moe-router-topk"] = min(args.moe_router_topk, 2, int(str(sizes["--num-experts"])))
@@ -255,27 +239,14 @@ def _sizes(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     yield from kinds
 
 
-def _features(args: argparse.Namespace, layout: Layout) -> Iterator[tuple[list[str], str]]:
-    """Yields flags of features that are given anew, with what is different; an empty text if nothing is."""
+def _given_anew(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
+    """Yields flags that are given anew, with what is different; an empty text if nothing is."""
     modules = [module for module in args.recompute_modules or [] if module in _RECOMPUTABLE]
     is_selective = args.recompute_granularity == "selective" or args.recompute_activations
     if args.recompute_granularity == "full":
         yield ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], ""
     elif is_selective and (modules or not args.recompute_modules):
         yield ["--recompute-granularity", "selective", "--recompute-modules", *(modules or ["core_attn"])], ""
-    if args.mtp_num_layers and layout.pipeline > 1 and not args.untie_embeddings_and_output_weights:
-        yield (
-            ["--untie-embeddings-and-output-weights"],
-            "untied embeddings: with multi-token prediction and pipeline stages Megatron can't save tied ones",
-        )
-    if args.mtp_num_layers and args.dataloader_inter_document_masking:
-        yield [], "no multi-token prediction: with a mask, Megatron lets it predict across the ends of documents"
-    elif args.mtp_num_layers and layout.context > 1:
-        yield (
-            [],
-            "no multi-token prediction: each context-parallel rank averages its loss over its own tokens, of which the "
-            "last rank has fewer: not comparable by definition",
-        )
     if not args.num_experts:
         yield (["--disable-bias-linear"] if not args.add_bias_linear else []), ""
         return

@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.environment import needed_variables
-from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
 _CAPABILITY = (9, 0)
 """Hopper, the GPU for which most public MoE scripts are written."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.plan.connections import one_connection_note, wants_one_connection
 from megatron_lancet.training.plan.support import may_overlap
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _EXPANDABLE = "expandable_segments:True"

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.planning.search.search_space import TILES, Limits
-from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import check_features, facts_of_run, notes_of_features
@@ -24,14 +23,14 @@ class DescribedPlan:
     Attributes:
         lines: the plan, its source, and what automatic tuning would do, for the user.
         is_stock: whether Megatron's own modules run.
-        is_paired: whether its backwards are paired with forwards.
-        may_be_paired: whether that is for tuning to choose.
+        plan: the fixed plan; None for stock modules, or where it is not known.
+        limits: what tuning may choose; None where the plan is fixed.
     """
 
     lines: list[str]
     is_stock: bool = False
-    is_paired: bool = False
-    may_be_paired: bool = False
+    plan: Plan | None = None
+    limits: Limits | None = None
 
 
 def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPlan:
@@ -51,16 +50,15 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     check_can_profile(args, config, plan)
     if plan is None:
         return DescribedPlan([line], is_stock=True)
-    lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))
+    lines, limits = [line], None
     if is_tuned(args, config):
         num_steps = num_tuning_steps(args, config)
         if args.train_iters is not None and args.train_iters < num_steps:
             lines = [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
         else:
             limits = planning_limits(args, config)
-            pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
-            note = unknown_nodes_note(args, config)
-            lines += [note] if note is not None else []
+            lines = [announced_plan(args, config, plan, line), *_tuning_lines(limits, config)]
+            lines += [note for feature in config.features for note in feature.choice_notes(args, config)]
     lines[0] += f"{notes_of_features(facts)}"
     lines += [line for feature in config.features for line in feature.missing_files(config)]
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
@@ -68,25 +66,20 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
             "--lancet-dw-policy none avoids it"
         )
-    return DescribedPlan(lines, is_paired=pairing == (True,), may_be_paired=len(pairing) > 1)
+    return DescribedPlan(lines, plan=plan, limits=limits)
 
 
-def _tuning_lines(limits: Limits) -> Iterator[str]:
+def _tuning_lines(limits: Limits, config: LancetConfig) -> Iterator[str]:
     yield "auto measures steps before and after the change, and keeps the plan only if it pays"
     dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
-    pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
+    of_features = "".join(f"; {text}" for feature in config.features if (text := feature.choices(limits)))
     yield (
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
-        f"dispatch {' or '.join(map(str, limits.dispatches))}; tiles {_tiles(limits)}; micro-batches {pairing}"
+        f"dispatch {' or '.join(map(str, limits.dispatches))}{of_features}"
     )
     for exclusion in limits.excluded:
         if not exclusion.is_evident:
             yield f"not {exclusion.what}: {exclusion.reason}"
-
-
-def _tiles(limits: Limits) -> str:
-    numbers = (0, *TILES) if limits.tiles is None else limits.tiles
-    return " or ".join(str(number) if number else "none" for number in numbers)
 
 
 def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:

@@ -64,6 +64,13 @@ def report(findings: Findings) -> str:
     return "\n".join([*text, f"dry run passed, {num_warnings} warning{'s' * (num_warnings != 1)}"])
 
 
+def always_pairs(plan: DescribedPlan) -> bool:
+    """Whether the run runs backwards beside forwards, whatever tuning finds."""
+    if plan.limits is not None:
+        return plan.limits.pairing == (True,)
+    return plan.plan is not None and plan.plan.is_paired
+
+
 def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory]) -> list[str]:
     """Describes what pairing does to the memory of a GPU.
 
@@ -71,9 +78,9 @@ def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory
         memory: as estimated for the plan, by pipeline stage.
         paired: the same with backwards paired with forwards.
     """
-    if plan.is_paired:
+    if always_pairs(plan):
         return ["the activations above include a forward that runs during a backward"]
-    if not plan.may_be_paired:
+    if plan.limits is None or True not in plan.limits.pairing:
         return []
     more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))
     name = "GiB" if more >= _UNITS["GiB"] else "MiB"

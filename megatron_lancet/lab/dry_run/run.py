@@ -23,7 +23,7 @@ from megatron_lancet.lab.dry_run.memory import MemoryByWay, memory_of_stages
 from megatron_lancet.lab.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.lab.dry_run.parameters import model_size
 from megatron_lancet.lab.dry_run.plan import describe_plan, saves_scores
-from megatron_lancet.lab.dry_run.report import Findings, pairing_lines, report
+from megatron_lancet.lab.dry_run.report import Findings, always_pairs, pairing_lines, report
 from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.registry import features
@@ -74,7 +74,7 @@ def examine() -> Findings:
     memory_of_run = functools.partial(memory_of_stages, in_samples, layout, stages, size, saves_scores(args, config))
     stock, alone = memory_of_run(), memory_of_run(by_plan=True)
     by_way = MemoryByWay(stock, alone, memory_of_run(is_paired=True, by_plan=True))
-    memory = by_way.of(plan.is_stock, plan.is_paired)
+    memory = by_way.of(plan.is_stock, always_pairs(plan))
     lines = [*plan.lines, *pairing_lines(plan, memory, by_way.paired)]
     return Findings(
         args,

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
-from megatron_lancet.files import atomic_write
+from megatron_lancet.atomic import atomic_write
 from megatron_lancet.lab.check.launch import Launch, read_launch
 from megatron_lancet.lab.estimate.arguments import cluster_of
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice

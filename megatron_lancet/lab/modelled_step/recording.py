@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_lancet.lab.modelled_step.kernels import kernels_of_a_gpu
 from megatron_lancet.model.attention.switchable import SwitchableAttention
+from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.testkit.mock.mock_world import mock_world
@@ -26,7 +27,6 @@ from megatron_lancet.training.arguments import megatrons_refusals
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
 from megatron_lancet.training.megatron.models import build_plain_gpt
-from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention
 
@@ -95,7 +95,7 @@ def record(args: argparse.Namespace, plan: Plan | None, num_micro_batches: int =
             )
         )
         stack.enter_context(patches.sequence_parallel_with_torch_norm())
-        stack.enter_context(patches.core_attention_without_te(needs_own_attention(args) is not None))
+        stack.enter_context(patches.fused_core_attention(needs_own_attention(args) is not None))
         if plan is not None:
             stack.enter_context(patches.dropped_outputs())
         return _record(args, plan, gpu, num_micro_batches)
@@ -134,7 +134,7 @@ def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu, num_micro
     def step() -> None:
         if setup is not None and setup.plan.is_paired:
             gpu.note(Mark(SKIP, BACKWARD))
-            with paired_schedules(lambda: setup.stages):
+            with position_class().steps(lambda: setup.stages):
                 _paired_step(ddp, loss_of, num_micro_batches)
             return
         loss = loss_of(ddp)

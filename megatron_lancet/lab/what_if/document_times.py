@@ -23,12 +23,12 @@ from statistics import fmean
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.planning.profile import ChunkRouting, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
-from megatron_lancet.schedule.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan

@@ -24,10 +24,10 @@ from megatron_lancet.lab.what_if.packings import (
     packings,
     predict_packings,
 )
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.schedule.documents.cost import DocumentCost
 
 _FILLED = 0.9
 """Part of the positions of a step's bins that its documents fill in the mean."""

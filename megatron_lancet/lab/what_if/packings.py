@@ -15,8 +15,8 @@ from statistics import fmean
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.what_if.document_times import ColumnTimes, MicroBatch
-from megatron_lancet.schedule.documents.bins import Dealing, balanced
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.bins import Dealing, balanced
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import Plan
 
 Drawn = Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ def tokens_per_pair(settings: Any, vocab_size: int, hybrid_layer_pattern: str | 
     """Cost of a position's attention to one other, in units of all other work on one token.
 
     Both are counted in multiply-adds of matrix products in the forward pass; the backward pass has twice as many of
-    each. It is :attr:`~megatron_lancet.schedule.documents.cost.DocumentCost.tokens_per_pair`.
+    each. It is :attr:`~megatron_lancet.planning.documents.cost.DocumentCost.tokens_per_pair`.
 
     Args:
         settings: Megatron's arguments, or the configuration that was made of them.

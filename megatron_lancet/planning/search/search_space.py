@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from megatron_lancet import registry
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 from megatron_lancet.schedule.layout import tiles_blocker
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.plan import NO_PAIRING, ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
 TILES = (1, 2, 4)
 """Numbers of tiles that are tried where a plan with tiles was profiled."""
@@ -129,7 +130,8 @@ class SearchSpace:
             untiled = [one for one in allowed if not one.can_tile]
             excluded += [Exclusion(f"dispatch={one}", "its messages have no tiles") for one in untiled]
             allowed = tuple(one for one in allowed if one.can_tile)
-        if True in pairing and (why := _unpairable(costs.model)) is not None:
+        why = _unpairable(costs.model) if registry.has_pairing() else NO_PAIRING
+        if True in pairing and why is not None:
             excluded.append(Exclusion("pairing", why))
             pairing = tuple(one for one in pairing if not one)
         dispatches = chosen_dispatch(costs, allowed)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import Span
 
 
@@ -69,3 +70,20 @@ class PhaseResult:
     reduced_ms: float = 0.0
     exposed_forward_ms: tuple[float, ...] = ()
     marks: tuple[tuple[Mark, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class MicroBatchKind:
+    """Micro-batches of a step that run alike.
+
+    Attributes:
+        plan: the plan by which they run, without pairing.
+        waits: waits of one of them, by timeline.
+        num_times: how many of them a step has.
+        is_at_end: whether they are at the ends of a step with pairing.
+    """
+
+    plan: Plan
+    waits: tuple[tuple[Wait, ...], ...]
+    num_times: int
+    is_at_end: bool = False

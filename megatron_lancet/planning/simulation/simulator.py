@@ -35,7 +35,7 @@ from megatron_lancet.planning.simulation.engine import Engine, Paces
 from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import BESIDE, Lowering, Step, backward
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
-from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
+from megatron_lancet.planning.simulation.phase_result import MicroBatchKind, PhaseResult, Wait
 from megatron_lancet.planning.simulation.played import Played, Stage
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
@@ -96,6 +96,18 @@ class Simulation:
     waits: tuple[tuple[Wait, ...], ...]
     end_waits: tuple[tuple[Wait, ...], ...]
     same_ranks: tuple[int, ...]
+
+    def kinds(self, plan: Plan, num_micro_batches: int) -> list[MicroBatchKind]:
+        """The kinds of micro-batches of the step: with pairing, those in the middle and those at the ends.
+
+        Args:
+            plan: the simulated plan.
+            num_micro_batches: of a step.
+        """
+        if not plan.is_paired or num_micro_batches == 1:
+            return [MicroBatchKind(plan.at_ends, self.waits, num_micro_batches)]
+        middle = MicroBatchKind(plan.in_middle, self.waits, num_micro_batches - 1)
+        return [middle, MicroBatchKind(plan.at_ends, self.end_waits, 1, is_at_end=True)]
 
 
 MAX_PLAYED = 4

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED, has_one_connection
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, RECOMMENDED, has_one_connection
 
 _NO_TIMEOUT = timedelta(0)
 """The value that c10d passes if the caller gave no timeout: the group's own timeout applies."""

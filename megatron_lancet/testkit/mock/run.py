@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import Feature, RunFacts
+from megatron_lancet.feature import Feature, RunFacts, message_sms
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_group import BACKEND
@@ -18,7 +18,7 @@ from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.testkit.mock.paced_link import NUM_SMS
 from megatron_lancet.training.megatron.mock_patches import megatron_in_mocked_world
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
-from megatron_lancet.training.platform.launcher import is_mocked
+from megatron_lancet.training.platform.launcher import given_ranks_per_node, is_mocked
 
 _BACKEND_FLAG = "--distributed-backend"
 _LINK_FLAG = "--lancet-mock-link"
@@ -78,7 +78,7 @@ class MockedWorld(Feature):
                 f"{_BACKEND_FLAG} {BACKEND} plays all ranks in one process: start it without torchrun, with "
                 "WORLD_SIZE set to the number of ranks to play and RANK=0 or unset."
             )
-        if links.mock_node_link is not None and config.ranks_per_node is None:
+        if links.mock_node_link is not None and given_ranks_per_node(config) is None:
             raise UsageError(f"{_NODE_LINK_FLAG} is the link inside a node: also pass {NODES_FLAG} N, or drop it.")
         for name, reason in _unsupported(args):
             raise UsageError(
@@ -146,9 +146,10 @@ def mocked_world_of(args: argparse.Namespace, config: LancetConfig) -> Iterator[
     inside, link = links.mock_node_link, links.mock_link or Link()
     nodes = None
     if inside is not None:
-        assert config.ranks_per_node is not None
-        nodes = MockedNodes(config.ranks_per_node, inside)
-    mocked = mock_world(args.world_size, link, timeout, nodes, config.message_sms or NUM_SMS)
+        per_node = given_ranks_per_node(config)
+        assert per_node is not None
+        nodes = MockedNodes(per_node, inside)
+    mocked = mock_world(args.world_size, link, timeout, nodes, message_sms(config) or NUM_SMS)
     with megatron_in_mocked_world(_add_backend), mocked:
         yield
 

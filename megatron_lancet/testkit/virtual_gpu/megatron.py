@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_lancet.patching import around, replaced
-from megatron_lancet.runtime.progress.lane import ForwardLane
+from megatron_lancet.patching import around
+from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.testkit.virtual_gpu.autograd import LeafStreams, leaf_streams
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu, virtual_gpu
@@ -23,7 +23,7 @@ def virtual_gpu_platform(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         gpu = stack.enter_context(virtual_gpu(gpu))
         leaves = stack.enter_context(leaf_streams(gpu))
         stack.enter_context(own_copy_stream())
-        stack.enter_context(replaced(ForwardLane, "on_thread", gpu.operators))
+        stack.enter_context(position_class().on_threads(gpu.operators))
         stack.enter_context(around_ddp_hooks(leaves.hook))
         stack.enter_context(_marks_on_streams(gpu, leaves))
         yield gpu

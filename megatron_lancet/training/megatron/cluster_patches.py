@@ -15,7 +15,7 @@ from megatron.training import arguments
 from packaging.version import Version
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime.connections import CONNECTIONS
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
 _PERMUTATIONS = (
     "fused_permute",

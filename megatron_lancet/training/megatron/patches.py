@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.transformer import multi_token_prediction, torch_norm
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
@@ -29,7 +29,6 @@ from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.training.batches.shifted_tokens import shifted_in_documents
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
 EXPERT_GROUPS = ("ep", "tp_ep_mp")
@@ -53,11 +52,6 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def dropped_outputs() -> AbstractContextManager[None]:
     """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
-
-
-def predictions_in_documents() -> AbstractContextManager[None]:
-    """Lets multi-token prediction shift tokens and labels inside the documents of several samples."""
-    return around(multi_token_prediction, "roll_tensor", shifted_in_documents)
 
 
 def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
@@ -87,7 +81,7 @@ def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
     return around(parallel_state, "get_nccl_options", options)
 
 
-def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
+def fused_core_attention(needed: bool) -> AbstractContextManager[None]:
     """Makes the local spec build torch's fused attention if it is requested or Megatron's own lacks a feature."""
     if not needed:
         return nullcontext()

@@ -44,7 +44,7 @@ from megatron.training import arguments, checkpointing, global_vars, training
 from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.megatron.paired_schedules import ASKED_BY
+from megatron_lancet.registry import features
 from megatron_lancet.training.megatron.patches import EXPERT_GROUPS
 
 type Seam = tuple[Any, str, tuple[str, ...]]
@@ -168,53 +168,6 @@ _SCHEDULES: tuple[Seam, ...] = (
         ),
     ),
     (schedules, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config")),
-    (schedules, "get_pp_rank_microbatches", (ASKED_BY,)),
-    (
-        schedules,
-        "combined_1f1b_schedule_for_no_pipelining",
-        (
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "input_tensor",
-            "output_tensor_grad",
-            "forward_data_store",
-            "config",
-            "collect_non_loss_data",
-            "forward_only",
-            "no_sync_func",
-            "total_num_tokens",
-            "check_first_val_step",
-        ),
-    ),
-    (
-        schedules,
-        "combined_1f1b_schedule_for_interleaved_pipelining",
-        (
-            "config",
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "forward_data_store",
-            "forward_step_helper_preprocess",
-            "forward_step_helper_postprocess",
-            "backward_step_helper_preprocess",
-            "backward_step_helper_postprocess",
-            "get_microbatch_id_in_model_chunk",
-            "get_model_chunk_id",
-            "check_first_val_step",
-            "is_first_microbatch_for_model_chunk",
-            "collect_non_loss_data",
-            "f_virtual_microbatch_id",
-            "b_virtual_microbatch_id",
-            "pre_forward",
-            "pre_backward",
-            "post_forward",
-            "post_backward",
-        ),
-    ),
 )
 
 _ON_CPU: tuple[Seam, ...] = (
@@ -286,7 +239,7 @@ def check_seams() -> None:
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
     sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
     missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
-    missing += _missing_branches()
+    missing += [seam for feature in features() for seam in feature.missing_seams()]
     if _DDP_STREAM not in inspect.getsource(training.get_model):
         missing.append(f"the line {_DDP_STREAM!r} in training.get_model")
     for module, name in _TWO_SLICES_PER_RANK:
@@ -307,18 +260,6 @@ def check_seams() -> None:
     if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
         missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)
-
-
-def _missing_branches() -> list[str]:
-    """Names the places at which Megatron does not call the entry points of ``paired_schedules.py``."""
-    return [
-        f"the branch by config.{ASKED_BY} in {schedule.__name__}"
-        for schedule in (
-            schedules.forward_backward_no_pipelining,
-            schedules.forward_backward_pipelining_with_interleaving,
-        )
-        if f"if config.{ASKED_BY} and not forward_only:" not in inspect.getsource(schedule)
-    ]
 
 
 def missing_functions(seams: Iterable[Seam]) -> list[str]:

@@ -84,12 +84,13 @@ class TracedSteps:
         now = {timeline.rank: timeline for _, timeline in everywhere if timeline is not None}
         if dist.get_rank() != 0 or not now:
             return None
+        nodes = self._setup.stages[0].decoder.comm.nodes
         return TimelineRecord(
             title=title,
             measured=tuple(now.values()),
             before=tuple(before.values()),
             ep_groups=tuple(dict.fromkeys(tuple(group) for group in groups)),
-            ranks_per_node=self._setup.nodes.ranks_per_node if self._setup.nodes is not None else None,
+            ranks_per_node=nodes.ranks_per_node if nodes is not None else None,
         )
 
 

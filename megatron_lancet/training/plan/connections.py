@@ -5,8 +5,8 @@ import argparse
 import torch
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED, has_one_connection
 from megatron_lancet.training.plan.support import may_overlap
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, RECOMMENDED, has_one_connection
 
 
 def wants_one_connection(args: argparse.Namespace, config: LancetConfig) -> bool:

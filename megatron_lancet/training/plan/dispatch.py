@@ -1,28 +1,23 @@
-"""The dispatch of a plan and its tiles: ``--lancet-dispatch`` and ``--lancet-tiles``.
-
-Which dispatches a run allows, whether it allows tiles, and why not.
-"""
+"""The dispatch of a plan, ``--lancet-dispatch``: which dispatches a run allows, and why not others."""
 
 import argparse
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import PlanPart
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
-from megatron_lancet.schedule.layout import Blocker, Layout, tiles_blocker
+from megatron_lancet.schedule.layout import Blocker, Layout
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
 FLAG = "--lancet-dispatch"
-TILES_FLAG = "--lancet-tiles"
 DEDUPLICATING_DISPATCHER = "flex"
 """Megatron's name for the dispatchers (DeepEP, HybridEP) that send a token once to a rank and once to a node."""
 _ASKED = "lancet_dedup_asked"
 """Name among Megatron's arguments: the mapping replaces the type of the dispatcher."""
-_SOME_NODES = Nodes(2, 2)
+SOME_NODES = Nodes(2, 2)
+"""Stands for nodes that are not known."""
 
 
 def ask_for_dedup(args: argparse.Namespace) -> None:
@@ -54,7 +49,7 @@ def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: D
     Raises:
         UsageError: the flag for the ranks of a node does not divide the number of ranks.
     """
-    return dispatch.blocker(_layout(args, config, nodes_of(args, config) if dispatch.needs_nodes else None))
+    return dispatch.blocker(layout_of(args, config, nodes_of(args, config) if dispatch.needs_nodes else None))
 
 
 def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch, instead: str) -> str | None:
@@ -69,7 +64,7 @@ def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatc
     blocker = dispatch_blocker(args, config, dispatch)
     if blocker is None:
         return None
-    if dispatch.blocker(_layout(args, config, _SOME_NODES)) is None:
+    if dispatch.blocker(layout_of(args, config, SOME_NODES)) is None:
         return (
             f"{blocker.reason}. Pass {NODES_FLAG} N, the number of ranks that are started on each node, or {instead}."
         )
@@ -117,59 +112,10 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
     if not getattr(args, _ASKED, False):
         return PLAIN, []
     for dispatch in reversed(allowed):
-        if not dispatch.is_plain and (dispatch.can_tile or not config.tiles):
+        if not dispatch.is_plain and all(feature.allows(dispatch, config) for feature in config.features):
             return dispatch, []
     others = (dispatch_blocker(args, config, one) for one in Dispatch.known().values())
     return PLAIN, [f"dispatch is plain, because {blocker.reason}" for blocker in others if blocker is not None][:1]
-
-
-def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker | None:
-    """Why the rows of a run can't go to other ranks in tiles; None if they can.
-
-    Args:
-        args: Megatron's arguments, validated or not.
-    """
-    blocker = tiles_blocker(_layout(args, config, None))
-    if blocker is not None:
-        return blocker
-    if config.dispatch is not None and not config.dispatch.can_tile:
-        return Blocker(f"the messages of {FLAG} {config.dispatch} have no tiles", advice=f"drop {FLAG}")
-    for feature in config.features:
-        for found in feature.plan_blockers(PlanPart.TILES, args, config):
-            return Blocker(found.reason, advice=found.advice)
-    return None
-
-
-def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
-    """Numbers of tiles that a planner may choose, and why the run excludes others; None for those that are profiled.
-
-    Args:
-        args: Megatron's arguments, validated or not.
-
-    Raises:
-        UsageError: the user asks for tiles, and the run can't have any.
-    """
-    blocker = tiles_blocker_of(args, config)
-    if config.tiles and blocker is not None:
-        raise UsageError(
-            f"{TILES_FLAG} {config.tiles} is not possible: {blocker.reason}. Pass {TILES_FLAG} 0, or {blocker.advice}."
-        )
-    if config.tiles is not None:
-        return (config.tiles,), []
-    return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
-
-
-def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> int:
-    """The number of tiles of a plan that is made without measurements.
-
-    Args:
-        args: Megatron's arguments, validated or not.
-
-    Raises:
-        UsageError: the user asks for tiles, and the run can't have any.
-    """
-    allowed_tiles(args, config)
-    return config.tiles or 0
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
@@ -186,34 +132,13 @@ def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
     return f"one row per token and {' or '.join(possible or [PLAIN.receiver])}"
 
 
-def nodes_to_connect(args: argparse.Namespace, config: LancetConfig, plan: Plan, may_change: bool) -> Nodes | None:
-    """The nodes between which a run makes connections for two hops; None if no plan of the run can have them.
+def layout_of(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str | None) -> Layout:
+    """The model of a run on its ranks.
 
     Args:
-        args: Megatron's arguments, validated.
-        plan: the run's plan, or the fallback of one that finds its plan.
-        may_change: whether the run finds its plan, or profiles for one.
+        args: Megatron's arguments, validated or not.
+        nodes: how its expert-parallel groups lie on nodes, see :func:`nodes_of`.
     """
-    may_run = [plan.dispatch]
-    if may_change and not plan.dispatch.needs_nodes:
-        may_run += allowed_dispatches(args, config)[0]
-    nodes = nodes_of(args, config) if any(one.needs_nodes for one in may_run) else None
-    assert nodes is None or isinstance(nodes, Nodes), nodes
-    return nodes
-
-
-def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | None:
-    """A note on two hops where the nodes are unknown; None if two hops are excluded anyway."""
-    if config.dispatch is not None or nodes_of(args, config) is not None:
-        return None
-    for one in Dispatch.known().values():
-        unknown = one.blocker(_layout(args, config, None))
-        if unknown is not None and one.blocker(_layout(args, config, _SOME_NODES)) is None:
-            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} sets it)"
-    return None
-
-
-def _layout(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str | None) -> Layout:
     return Layout(
         args.expert_model_parallel_size,
         args.num_experts or 0,
@@ -231,7 +156,7 @@ def _expert_tp_size(args: argparse.Namespace) -> int:
 def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> bool:
     """Whether a user should be told why a dispatch is excluded.
 
-    Where nodes are unknown, as in a dry run, see :func:`unknown_nodes_note`.
+    Where nodes are unknown, as in a dry run, the dry run has a line of its own.
     """
     if not dispatch.needs_nodes:
         return True

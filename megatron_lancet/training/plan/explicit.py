@@ -13,9 +13,8 @@ from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blocker_of
+from megatron_lancet.training.plan.dispatch import refusal_of
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_full_micro_batch, sequence_blockers
-from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls, micro_batch_shape
 
 
@@ -45,21 +44,11 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             f"--lancet-attention stock contradicts --lancet-plan {path}: the file sets fused_attention. Drop one of "
             "the two."
         )
-    if content.plan.has_tiles:
-        blocker = tiles_blocker_of(args, config)
-        if blocker is not None:
-            raise UsageError(
-                f"--lancet-plan {path} sends rows in tiles, which is not possible here: {blocker.reason}. Make a plan "
-                f"for this run with --tiles 0, or {blocker.advice}."
-            )
     _check_segments(content.plan.segments, "", path, args, config)
     if content.plan.is_paired:
         _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)
-        for obstacle in pairing_blockers(args, config):
-            raise UsageError(
-                f"--lancet-plan {path} pairs backwards with forwards, which is not possible here: {obstacle.reason}. "
-                f"{obstacle.advice_begins}, or make a plan for this run."
-            )
+    for feature in config.features:
+        feature.check_file(content.plan, path, args, config)
     refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
     if refusal is not None:
         how = content.plan.dispatch.refusal

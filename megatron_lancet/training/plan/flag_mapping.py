@@ -9,10 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.plan.dispatch import DEDUPLICATING_DISPATCHER, ask_for_dedup, rows_in_words
-from megatron_lancet.training.plan.pairing import MEGATRONS_FLAG, ask_for_pairing
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
 
-_DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
+OTHER_DISPATCHERS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
 """Prefixes of other dispatchers' settings: Megatron checks some of them against the dispatcher's type."""
 
 
@@ -38,10 +37,7 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
             setattr(args, name, False)
         args.wgrad_deferral_limit = 0
         note = f"the plan does what {', '.join(given)} {'asks' if len(given) == 1 else 'ask'} for"
-        leaves_it_open = config.plan is PlanChoice.AUTO and config.pairing is None
-        if MEGATRONS_FLAG in given and leaves_it_open:
-            ask_for_pairing(args)
-            note += ", and may pair backwards with forwards"
+        note += "".join(feature.take_over(given, args, config) for feature in config.features)
         notes.append(note)
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != OWN_DISPATCHER:
@@ -51,7 +47,7 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
             notes[-1] += f", {rows_in_words(args, config)}"
         args.moe_token_dispatcher_type = OWN_DISPATCHER
         for field in dataclasses.fields(TransformerConfig):
-            if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):
+            if field.name.startswith(OTHER_DISPATCHERS) and hasattr(args, field.name):
                 setattr(args, field.name, field.default)
     if args.moe_permute_fusion and not _has_fused_permutation():
         args.moe_permute_fusion = False

@@ -12,8 +12,7 @@ from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
-from megatron_lancet.training.plan.pairing import allowed_pairing
+from megatron_lancet.training.plan.dispatch import allowed_dispatches
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, micro_batch_shape, own_samples
 
 
@@ -137,17 +136,18 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
             dims = [ChunkDim.BATCH]
     reasons = {dim: chunked_dim(args, config, dim).why for dim in dims}
     excluded += [Exclusion(f"other sizes of chunks along {dim}", why) for dim, why in reasons.items() if why]
-    pairing, not_paired = allowed_pairing(args, config)
     dispatches, not_deduplicated = allowed_dispatches(args, config)
-    tiles, not_tiled = allowed_tiles(args, config)
-    return Limits(
+    limits = Limits(
         num_chunks=None if config.num_chunks is None else (config.num_chunks,),
         chunk_dims=tuple(dims),
         ranges=tuple(ranges),
         dw_policies=tuple(DwPolicy) if config.dw_policy is None else (config.dw_policy,),
-        pairing=pairing,
+        pairing=(False,),
         dispatches=dispatches,
-        tiles=tiles,
+        tiles=(0,),
         dw_memory_bytes=config.dw_memory_bytes,
-        excluded=(*excluded, *not_paired, *not_deduplicated, *not_tiled),
+        excluded=(*excluded, *not_deduplicated),
     )
+    for feature in config.features:
+        limits = feature.limited(limits, args, config)
+    return limits

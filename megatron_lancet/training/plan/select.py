@@ -4,19 +4,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.dispatch import PLAIN
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.batches.limits import check_documents
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
-from megatron_lancet.training.plan.dispatch import (
-    TILES_FLAG,
-    dispatch_of_fixed_plan,
-    nodes_of,
-    tiles_of_fixed_plan,
-)
+from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan, nodes_of
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
     ChunkedDim,
@@ -26,8 +21,6 @@ from megatron_lancet.training.plan.limits import (
     sequence_blockers,
     sequence_refusal,
 )
-from megatron_lancet.training.plan.pairing import FLAG as PAIRING_FLAG
-from megatron_lancet.training.plan.pairing import pairs_fixed_plan
 from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, own_samples, refuse_unsupported
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
@@ -84,12 +77,10 @@ def _attention_note(config: LancetConfig) -> str:
 
 def _flags_that_need_overlap(config: LancetConfig) -> Iterator[str]:
     """Flags of :func:`choose_plan` that stock modules can't follow."""
-    if config.pairing is PairingChoice.ON:
-        yield f"{PAIRING_FLAG} on"
     if config.dispatch not in (None, PLAIN):
         yield f"{DISPATCH_FLAG} {config.dispatch}"
-    if config.tiles:
-        yield f"{TILES_FLAG} {config.tiles}"
+    for feature in config.features:
+        yield from feature.flags_for_overlap(config)
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -115,10 +106,12 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         )
     multiple = along.multiple if num_chunks > 1 else 1
     dispatch, why_plain = dispatch_of_fixed_plan(args, config)
-    tiles = tiles_of_fixed_plan(args, config)
-    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles)
-    is_paired, why_not = pairs_fixed_plan(args, config)
-    return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
+    notes += why_plain
+    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch)
+    for feature in config.features:
+        plan, why = feature.in_fixed_plan(plan, args, config)
+        notes += why
+    return plan, notes
 
 
 def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:

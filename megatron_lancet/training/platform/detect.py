@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 from megatron_lancet.training.platform.launcher import is_mocked
 
 _CPU_SETTINGS = {

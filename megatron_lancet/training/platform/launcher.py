@@ -19,6 +19,11 @@ def is_mocked(args: argparse.Namespace) -> bool:
     return bool(args.distributed_backend == MOCKED)
 
 
+def given_ranks_per_node(config: LancetConfig) -> int | None:
+    """Ranks of each node as the user gives them; None if that is left to the launcher."""
+    return next((n for feature in config.features if (n := feature.ranks_per_node(config)) is not None), None)
+
+
 def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None:
     """Ranks of each node; None if it is unknown, or nodes have unequal numbers of ranks.
 
@@ -28,13 +33,14 @@ def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None
     Raises:
         UsageError: the flag does not divide the number of ranks.
     """
-    if config.ranks_per_node is not None:
-        if args.world_size % config.ranks_per_node:
+    given = given_ranks_per_node(config)
+    if given is not None:
+        if args.world_size % given:
             raise UsageError(
-                f"{FLAG} {config.ranks_per_node} does not divide the {args.world_size} ranks of the run: every node "
+                f"{FLAG} {given} does not divide the {args.world_size} ranks of the run: every node "
                 "has equally many. Pass the number of ranks that are started on each node, or drop the flag."
             )
-        return config.ranks_per_node
+        return given
     # A mocked world and a dry run are one process, for ranks that nobody has launched.
     if is_mocked(args) or args.world_size != _number("WORLD_SIZE"):
         return None

@@ -242,10 +242,11 @@ class TuningController:
         self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
         stats = race.stats_of(winner) or self.baseline
         assert stats is not None
-        assert self.baseline is not None
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
-        self._settle(winner.plan, stats, _verdict(winner, stats, self.baseline, race.kernel_gain), switch=True)
+        self._settle(
+            winner.plan, stats, _verdict(winner, stats, race.gain_of(winner), race.gain_of(planned.kernel)), switch=True
+        )
         return winner.plan
 
     def _watched(self, stats: StepStats) -> None:
@@ -291,13 +292,13 @@ def _remark(plan: Plan, planned: Planned) -> str:
     return "another plan was faster than the one that was predicted fastest"
 
 
-def _verdict(winner: Candidate, stats: StepStats, baseline: StepStats, kernel_gain: float | None) -> str:
+def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:
     """One line on the plan that has won."""
     line = f"{winner}: measured {stats}"
     if winner.plan == NO_OVERLAP.plan:
         line += ", and no plan is faster by more than the noise"
-    else:
-        line += f", {baseline.step_ms / stats.step_ms:.2f}x as fast as no overlap ({baseline.step_ms:.1f} ms)"
+    elif gain is not None:
+        line += f", {gain:.2f}x as fast as no overlap"
     if kernel_gain is not None:
         line += f"; the attention kernel alone gave {kernel_gain:.2f}x"
     if winner.prediction is None:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.feature import message_sms
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
@@ -32,7 +33,7 @@ def profiled_model(
         micro_batch_size=samples,
         seq_length=positions,
         num_micro_batches=get_num_microbatches(),
-        comm_sms=config.message_sms,
+        comm_sms=message_sms(config),
     )
 
 

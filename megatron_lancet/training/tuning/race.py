@@ -91,12 +91,18 @@ class Race:
         entry = self._entries[candidate.plan]
         return entry.stats if entry.steps else None
 
-    @property
-    def kernel_gain(self) -> float | None:
-        """How many times as fast the attention kernel makes a step without overlap; None if it was not measured."""
-        if self._kernel is None or not self._kernel.steps or not self._no_overlap.steps:
+    def gain_of(self, candidate: Candidate | None) -> float | None:
+        """How many times as fast as no overlap a candidate is, in turns that both had; None if it has none."""
+        if candidate is None:
             return None
-        return self._no_overlap.stats.step_ms / self._kernel.stats.step_ms
+        ours, stocks = self._in_same_turns(self._entries[candidate.plan])
+        return stocks.step_ms / ours.step_ms if ours is not None and stocks is not None else None
+
+    def _in_same_turns(self, entry: _Entry) -> tuple[StepStats | None, StepStats | None]:
+        """The first steps of a candidate, and as many without overlap."""
+        stocks = self._no_overlap.steps
+        num = min(len(entry.steps), len(stocks))
+        return (stats_of_rank(entry.steps[:num]), stats_of_rank(stocks[:num])) if num else (None, None)
 
     def taken_lines(self) -> list[str]:
         """The lines for the user since the last call."""
@@ -163,20 +169,21 @@ class Race:
 
     def _add_kernel(self) -> None:
         """Lets the winner run with the attention kernel too, if that is faster without overlap."""
-        kernel = self._kernel
-        winner = self._queue[0]
-        if kernel is None or not kernel.steps or not self._no_overlap.steps or has_kernel(winner.candidate.plan):
+        kernel, winner = self._kernel, self._queue[0]
+        if kernel is None or has_kernel(winner.candidate.plan):
             return
         with_it = replace(winner.candidate.plan, fused_attention=True)
-        own, stock = kernel.stats, self._no_overlap.stats
-        if with_it in self._entries or own.step_ms >= stock.step_ms - step_noise_ms(stock, own):
+        own, stock = self._in_same_turns(kernel)
+        if own is None or stock is None or with_it in self._entries:
+            return
+        if own.step_ms >= stock.step_ms - step_noise_ms(stock, own):
             return
         self._entries[with_it] = _Entry(Candidate(with_it))
         winner.num_turns = 0
         self._queue.append(self._entries[with_it])
         self._lines.append(
-            f"the attention kernel makes a step without overlap {self.kernel_gain:.2f}x as fast: trying it with "
-            f"{winner.candidate}"
+            f"the attention kernel makes a step without overlap {stock.step_ms / own.step_ms:.2f}x as fast: trying it "
+            f"with {winner.candidate}"
         )
 
 

@@ -25,7 +25,7 @@ class Activations:
     def __init__(self, step: PairedStep) -> None:
         self.most_alive = 0
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
-        step.comm.pairing.lane.on_thread = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+        step.comm.progress.lane.on_thread = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
 
     def _keep(self, tensor: torch.Tensor) -> "_Kept":
         kept = _Kept(tensor.detach())
@@ -46,7 +46,7 @@ class _Kept:
 
 def what_is_left(step: PairedStep) -> list[str]:
     """What a failed step has left in the objects that the next one uses."""
-    pairing, store = step.comm.pairing, step.comm.store
+    pairing, store = step.comm.progress, step.comm.store
     left = []
     if pairing.is_on or not pairing.lane.is_idle:
         left.append("a forward on the lane")
@@ -77,7 +77,7 @@ def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
     # Ranks run dWs, and report weights behind them, at times of their own: failing there they would have sent different
     # messages, and the next step's would not fit together.
     labels = [label for label in step.boundaries.passed if not label.startswith(("dW", "report"))]
-    threads = {step.comm.pairing.lane._thread}
+    threads = {step.comm.progress.lane._thread}
     places = labels[:: max(1, len(labels) // NUM_PLACES)]
     alive_at_begin = activations.num_alive
     errors, left, alive, unequal = [], [], [], []
@@ -90,7 +90,7 @@ def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
         losses, gradients = step.run(traced=False), step.gradients()
         if losses != expected[0] or any(not gradients[name].equal(expected[1][name]) for name in gradients):
             unequal.append(place)
-        threads.add(step.comm.pairing.lane._thread)
+        threads.add(step.comm.progress.lane._thread)
         gc.collect()
         alive.append(activations.num_alive)
     return {

@@ -43,8 +43,8 @@ class PairedStep:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+        from megatron_lancet.features.pairing.schedules import paired_schedules
         from megatron_lancet.runtime.comm_stats import CommStats
-        from megatron_lancet.training.megatron.paired_schedules import paired_schedules
         from megatron_lancet.training.overlap_setup import OverlapSetup
 
         torch.manual_seed(1)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron_lancet.runtime.progress.lane import ForwardLane
+from megatron_lancet.features.pairing.lane import ForwardLane
 
 
 def interrupted_lane(monkeypatch, in_front_of: str) -> tuple[ForwardLane, list[str]]:
@@ -84,7 +84,7 @@ def test_forwards_that_are_queued_when_the_step_fails_never_run():
 
 EXIT = """
 import torch
-from megatron_lancet.runtime.progress.lane import ForwardLane
+from megatron_lancet.features.pairing.lane import ForwardLane
 lane = ForwardLane(on_cuda=False)
 
 class Parked(torch.autograd.Function):

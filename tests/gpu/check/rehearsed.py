@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu.check.place import Place, rehearsal
 from benchmarks.gpu.record import Recorder, read_records
-from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.platform.cpu import gpu_available
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
 LIMIT_S = 600.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 NUM_RANKS, NUM_STEPS = 4, 3
 NUM_BINS, SAMPLES_OF_STACK = 2, 3

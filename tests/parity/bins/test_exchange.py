@@ -4,7 +4,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from megatron_lancet.schedule.documents.bins import balanced
+from megatron_lancet.planning.documents.bins import balanced
 from tests.parity.bins.exchange_worker import (
     COST,
     MAX_TOKENS,

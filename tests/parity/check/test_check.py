@@ -93,7 +93,7 @@ def all_results() -> dict[str, Any]:
 
 
 def check_of_te() -> dict[str, object]:
-    shrunk = shrink(read_command_line(TE_LAUNCH), None, 2, with_te=True)
+    shrunk = shrink(read_command_line(TE_LAUNCH), None, 2, with_kernels=True)
     with tempfile.TemporaryDirectory() as folder, replaced(detect, "cpu_platform", te_cpu.te_platform):
         found = check(shrunk, Path(folder), timeout_s=TIMEOUT_S)
     assert found.ours is not None, found.why_not_ours

@@ -161,12 +161,13 @@ def stock_predictions(samples: Samples) -> AbstractContextManager[None]:
 def overlapping(models: list[Any], case: Case) -> tuple[Any, Any]:
     from torch.distributed import distributed_c10d
 
+    from megatron_lancet.features.documents.feature import ActiveDocuments
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     before = set(distributed_c10d._world.pg_map)
-    setup = OverlapSetup(case.plan, torch.device("cpu"), stats, timedelta(minutes=2), documents=True)
+    setup = OverlapSetup(case.plan, torch.device("cpu"), stats, timedelta(minutes=2), features=[ActiveDocuments()])
     setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
@@ -206,7 +207,7 @@ def distance(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(case: Case, disturb: Disturb, stock_runs: dict[str, Any]) -> dict[str, Any]:
-    from megatron_lancet.training.megatron.patches import predictions_in_documents
+    from megatron_lancet.features.mtp.feature import predictions_in_documents
 
     key = repr((case.overrides, case.samples, case.others, case.num_stages))
     if key not in stock_runs:

@@ -69,7 +69,7 @@ def build(overrides: dict[str, Any]):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_lancet.training.megatron.patches import core_attention_without_te
+    from megatron_lancet.training.megatron.patches import fused_core_attention
 
     overrides = dict(overrides)
     give_inputs = take_inputs(overrides)
@@ -84,7 +84,7 @@ def build(overrides: dict[str, Any]):
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
     arguments = {"te": te, "position_embedding_type": position, "share_embeddings_and_output_weights": tied}
-    with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
+    with fused_core_attention(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
         model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
     give_inputs(model)
     if frozen is not None:
@@ -184,14 +184,16 @@ def overlapping_stages(
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
     from megatron_lancet.features.comm_dtype.feature import ActiveCommDtype
     from megatron_lancet.features.row_bound.feature import limit_rows
+    from megatron_lancet.features.two_hop.feature import ActiveNodes
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    narrow, timeout = [ActiveCommDtype(comm_dtype)], timedelta(minutes=2)
-    setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, nodes=nodes, features=narrow)
+    timeout = timedelta(minutes=2)
+    features = [ActiveCommDtype(comm_dtype), ActiveNodes(nodes, torch.device("cpu"), stats, timeout)]
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, features=features)
     setup(models)
     limit_rows(setup, max_rows)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]

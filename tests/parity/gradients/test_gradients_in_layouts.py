@@ -19,7 +19,7 @@ results = launch.results(all_results, 4, timeout_s=1000)
 """Per rank: what is found for each case."""
 
 
-@pytest.mark.parametrize("case", {**EQUAL, **PLACED_IN_HOPS})
+@pytest.mark.parametrize("case", [*EQUAL, *PLACED_IN_HOPS])
 def test_gradients_equal_stock(results, case, check_gradients):
     is_exact = {**EQUAL, **PLACED_IN_HOPS}[case].is_exact
     check_gradients.equal_stock(results, case, 0.0 if is_exact else TOLERANCE)

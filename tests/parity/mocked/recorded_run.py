@@ -159,7 +159,7 @@ class _NumberedEvents(list[Any]):
         self._comm = comm
 
     def append(self, event: Event) -> None:
-        super().append((self._comm.pairing.number, event))
+        super().append((self._comm.progress.number, event))
 
 
 @contextmanager
@@ -245,7 +245,7 @@ class Model:
 
         Returns what it did, each with the number of its micro-batch.
         """
-        from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+        from megatron_lancet.features.pairing.schedules import paired_schedules
 
         setup, comm = self._setup, self._module.decoder.comm
         setup.switch(plan)
@@ -308,11 +308,13 @@ class Model:
 
     @cached_property
     def _setup(self) -> Any:
+        from megatron_lancet.features.two_hop.feature import ActiveNodes
         from megatron_lancet.training.overlap_setup import OverlapSetup
 
         device = torch.device("cpu")
         stats, timeout = CommStats(device), timedelta(minutes=2)
-        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, nodes=self.nodes)
+        nodes = [ActiveNodes(self.nodes, device, stats, timeout)]
+        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, features=nodes)
         setup([self._module])
         return setup
 

@@ -95,7 +95,7 @@ def run_interleaved(case: Case, weights: list[Any] | None) -> dict[str, Any]:
     Returns:
         What is compared, and the weights at the begin, by stage.
     """
-    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+    from megatron_lancet.features.pairing.schedules import paired_schedules
 
     models, config, precision = build_stages(case.overrides)
     first_weights = [copy.deepcopy(model.state_dict()) for model in models]

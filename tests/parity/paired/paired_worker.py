@@ -108,7 +108,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     Args:
         disturb: a negative control; is given the communication of our model.
     """
-    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+    from megatron_lancet.features.pairing.schedules import paired_schedules
 
     overrides, plan, _, disturbed, nodes, max_rows = case
     stock = stock_run(case)
@@ -149,7 +149,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
 
 def switching() -> list[dict[str, Any]]:
     """A model that changes between plans with and without pairing; see ``switching.py``."""
-    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+    from megatron_lancet.features.pairing.schedules import paired_schedules
     from tests.parity.gradients.switching import switch_through_plans
 
     stages: list[Any] = []
@@ -169,7 +169,7 @@ def random_numbers_in_backward(stack: ExitStack, comm: Any) -> None:
         torch.rand(1)
         stock()
 
-    stack.enter_context(around(comm.pairing, "backward_waits", draw))
+    stack.enter_context(around(comm.progress, "backward_waits", draw))
 
 
 def samples_of_another(stack: ExitStack, comm: Any) -> None:
@@ -196,7 +196,7 @@ def late_forwards(stack: ExitStack, comm: Any) -> None:
 
 def what_other_settings_raise() -> str:
     """Negative control: forwards run by the settings of a micro-batch at an end, wherever they are."""
-    from megatron_lancet.runtime.progress.pairing import Pairing
+    from megatron_lancet.features.pairing.pairing import Pairing
 
     def at_end(stack: ExitStack, comm: Any) -> None:
         def add(stock: Callable[..., Any], pairing: Pairing, run: Any, number: int, _: bool, num_waits: int) -> Any:

@@ -7,7 +7,6 @@ a second of waiting is on every step's account.
 
 import json
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -71,26 +70,19 @@ class ScriptedMaker:
         return Planned(finalists, kernel=Candidate(plan_of("fused"), "fused"), why="scripted")
 
 
-def slow_under(plans: dict[str, float], setups: list[Any]):
-    by_plan = {plan_of(text): seconds for text, seconds in plans.items()}
-
-    def slow(train_step, *args, **kwargs):
-        result = train_step(*args, **kwargs)
-        time.sleep(by_plan.get(setups[0].plan, 0.0))
-        return result
-
-    return slow
-
-
-def exposed_from(step: int):
+def clock(slow_s: dict[str, float], exposed_from: int, setups: list[Any]):
+    """A step takes a second and what its plan adds; nothing waits before the given step."""
+    added_s = {plan_of(text): seconds for text, seconds in slow_s.items()}
     num_steps = 0
 
     def observed(observe, self, run):
         nonlocal num_steps
+        plan = setups[0].plan
         result = observe(self, run)
         num_steps += 1
-        if num_steps >= step:
-            self.records[-1].comm.exposed_ms += 500.0
+        record = self.records[-1]
+        record.comm.exposed_ms, record.comm.counts_exposed_ms = 500.0 * (num_steps >= exposed_from), 0.0
+        self.records[-1] = replace(record, step_ms=1e3 * (1 + added_s.get(plan, 0.0)))
         return result
 
     return observed
@@ -121,8 +113,8 @@ def run() -> None:
     with ExitStack() as stack:
         stack.enter_context(around(training, "train_step", recording(losses, classes)))
         stack.enter_context(around(OverlapSetup, "__init__", registered))
-        stack.enter_context(around(training, "train_step", slow_under(script.get("slow_s", {}), setups)))
-        stack.enter_context(around(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
+        scripted = clock(script.get("slow_s", {}), script.get("exposed_from", 10**9), setups)
+        stack.enter_context(around(StepRecorder, "observe", scripted))
         stack.enter_context(around(StepRecorder, "observe", noted))
         stack.enter_context(replaced(controller, "MIN_STEPS_BETWEEN_PLANS", 0))
         stack.enter_context(replaced(run, "ProfilingPlanMaker", ScriptedMaker))

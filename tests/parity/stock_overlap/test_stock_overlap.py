@@ -14,7 +14,7 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.runtime.connections import CONNECTIONS
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 from tests.parity.stock_overlap.rows import FOLDER, REFUSED, ROWS, Refused, Row
 from tests.ranks import launch
 from tests.ranks.pretrain_worker import recording

@@ -28,8 +28,8 @@ NUM_WAITS = NUM_STEPS * 4 * 3 * 2
 
 def all_results() -> dict[str, Any]:
     """Compares one and two chunks of the recipes, and counts the backwards' waits."""
-    from megatron_lancet.runtime.progress.pairing import Pairing
-    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+    from megatron_lancet.features.pairing.pairing import Pairing
+    from megatron_lancet.features.pairing.schedules import paired_schedules
 
     setups, num_waits = [], 0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.bins.baselines import first_fit, padded
 from benchmarks.bins.cases import FIRST_FIT, PADDED, computed
 from benchmarks.harness.cases import Shape
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 WAYS = {
     FIRST_FIT: lambda drawn, num_bins, cost, max_tokens: first_fit(drawn, num_bins, max_tokens),

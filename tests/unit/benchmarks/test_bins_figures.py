@@ -5,7 +5,7 @@ import pytest
 from benchmarks.bins.cases import BALANCED, FIELDS, FIRST_FIT, PADDED, ROWS, computed, dealings
 from benchmarks.bins.summary import as_markdown, summarise
 from benchmarks.harness.cases import Shape
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 
 def test_each_way_has_all_documents_once():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lancet.inference import load
-from megatron_lancet.training.checkpoint.reader import StoredRun
+from megatron_lancet.inference.checkpoint_reader import StoredRun
 
 
 @pytest.mark.parametrize("model_file", [None, Path("elsewhere")])

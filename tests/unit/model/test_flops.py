@@ -34,10 +34,10 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cost_of_pair_is_that_of_heads_over_weights_of_token(one_rank, name):
-    from megatron_lancet.training.megatron.patches import core_attention_without_te
+    from megatron_lancet.training.megatron.patches import fused_core_attention
 
     config = transformer_config(**MODELS[name])
-    with core_attention_without_te(config.multi_latent_attention):
+    with fused_core_attention(config.multi_latent_attention):
         model = small_gpt(config)
     weights = 0.0
     for parameter, weight in model.named_parameters():

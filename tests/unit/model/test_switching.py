@@ -6,7 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from megatron_lancet import registry
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
@@ -122,6 +124,24 @@ def test_unsupported_tiles_are_refused_and_change_nothing(one_rank, settings, bo
         set_plan(model, fixed_plan(1, tiles=2))
     assert decided(model) == [STOCK] * 3
     assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
+
+
+@pytest.mark.parametrize(
+    ("folder", "plan"), [("tiles", fixed_plan(1, tiles=2)), ("two_hop", fixed_plan(1, dispatch=TWO_HOP))]
+)
+def test_model_without_a_plans_part_refuses_it(one_rank, monkeypatch, folder, plan):
+    from megatron_lancet.model.gpt import set_plan
+
+    lines = [line for line in registry._MODEL_PARTS if f".features.{folder}." not in line]
+    monkeypatch.setattr(registry, "_MODEL_PARTS", lines)
+    registry.model_parts.cache_clear()
+    try:
+        model, _ = prepared(WHOLE)
+        with pytest.raises(UsageError, match=r"can't run a plan with dispatch=.* lacks its folder of features/"):
+            set_plan(model, plan)
+        assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
+    finally:
+        registry.model_parts.cache_clear()
 
 
 def test_dws_of_tiles_are_gathered_where_none_is_deferred(one_rank):

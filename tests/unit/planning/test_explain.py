@@ -5,12 +5,12 @@ import pytest
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.lab.plan_text.explanation_text import layer_lines
+from megatron_lancet.lab.plan_text.plan_text import description
 from megatron_lancet.planning.explain import Filled, Reason, explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.report.planning.explanation_text import layer_lines
-from megatron_lancet.report.planning.plan_text import description
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, Segment, fixed_plan
 

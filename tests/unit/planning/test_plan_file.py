@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
+from megatron_lancet.lab.plan_text.plan_text import head_lines
 from megatron_lancet.planning.plan_file import (
     ExpectedStep,
     LayerExposure,
@@ -21,7 +22,6 @@ from megatron_lancet.planning.plan_file import (
     write_plan_file,
 )
 from megatron_lancet.planning.profile import ModelFacts
-from megatron_lancet.report.planning.plan_text import head_lines
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
 from tests.draws import examples

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
+from megatron_lancet.features.ep_resize.feature import EpResizeFlags
+from megatron_lancet.features.pairing.feature import PairingChoice, PairingFlags
 from megatron_lancet.features.row_bound.feature import RowBoundFlags, RowLimitChoice
+from megatron_lancet.features.tiles.feature import TilesFlags
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.registry import features
@@ -65,11 +68,8 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-cache off", {"cache": CacheChoice.OFF}),
         ("--lancet-cache here", {"cache": Path("here")}),
         ("--lancet-profile file.json", {"profile": Path("file.json")}),
-        ("--lancet-separate-expert-grads", {"separate_expert_grads": True}),
-        *((f"--lancet-pairing {choice}", {"pairing": choice}) for choice in PairingChoice),
         *((f"--lancet-dispatch {choice}", {"dispatch": choice}) for choice in Dispatch.known().values()),
-        *((f"--lancet-tiles {number}", {"tiles": number}) for number in (0, 4)),
-        ("--lancet-pairing auto --lancet-dispatch auto --lancet-tiles auto", {}),
+        ("--lancet-dispatch auto", {}),
     ],
 )
 def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
@@ -85,6 +85,11 @@ def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
         ("--lancet-grad-chunk-mb 2.5", CommPriorityFlags(grad_chunk_mb=2.5)),
         ("--lancet-max-expert-rows auto", RowBoundFlags(RowLimitChoice.AUTO)),
         ("--lancet-max-expert-rows 4096", RowBoundFlags(4096)),
+        ("--lancet-separate-expert-grads", EpResizeFlags(separate_expert_grads=True)),
+        *((f"--lancet-pairing {choice}", PairingFlags(choice)) for choice in PairingChoice),
+        *((f"--lancet-tiles {number}", TilesFlags(number)) for number in (0, 4)),
+        ("--lancet-pairing auto", PairingFlags()),
+        ("--lancet-tiles auto", TilesFlags()),
     ],
 )
 def test_each_flag_of_a_feature_sets_its_field(words, expected):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from docs.flags_table import with_refused_flags
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import set_as_validation_does
 
 REPO = Path(__file__).parents[3]
@@ -134,13 +134,13 @@ def words_for(action: argparse.Action, flag: str) -> list[str]:
 def what_becomes_of(args: argparse.Namespace, flag: str) -> str:
     args.rank, args.world_size = 0, 2
     set_as_validation_does(args)
-    line = map_overlap_flags(args, LancetConfig())
+    line = map_overlap_flags(args, config_with())
     if line is not None:
         assert flag in line
         return "mapped"
     try:
         arguments.check_modes(args)
-        _, line = choose_plan(args, LancetConfig())
+        _, line = choose_plan(args, config_with())
     except UsageError as refusal:
         return "refused" if flag in str(refusal) else f"refused otherwise: {refusal}"
     return "refused" if line.startswith(f"off: {flag}") else "works"

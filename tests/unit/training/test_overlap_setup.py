@@ -1,18 +1,18 @@
 """Ranks compare their nodes before anything depends on them, and the hosts that they run on."""
 
 import re
+from datetime import timedelta
 
 import pytest
+import torch
 from megatron.core import parallel_state
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.features.two_hop import feature
+from megatron_lancet.features.two_hop.feature import ActiveNodes
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training import overlap_setup
-from megatron_lancet.training.overlap_setup import check_same_plan
+from tests.fakes import cpu_stats
 
-PLAN = fixed_plan(2, dispatch=TWO_HOP)
 ADVICE = (
     "Pass --lancet-ranks-per-node N to all ranks, the number of them that are started on each node, or choose a plan "
     "without two hops (--lancet-dispatch plain or dedup)."
@@ -21,17 +21,17 @@ ADVICE = (
 
 @pytest.fixture
 def compare(monkeypatch):
-    """Compares the plans of eight ranks; the last have the nodes and hosts that are given, in rank order."""
+    """Compares eight ranks; they have the nodes and hosts that are given, in rank order."""
 
     def compare(nodes, hosts, expert_tp_size=1):
         monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: expert_tp_size)
 
         def from_all_ranks(own):
-            fingerprint, _, _ = own
-            return [(fingerprint, theirs, host) for theirs, host in zip(nodes, hosts, strict=True)]
+            assert own[0] == nodes[0]
+            return list(zip(nodes, hosts, strict=True))
 
-        monkeypatch.setattr(overlap_setup, "from_all_ranks", from_all_ranks)
-        check_same_plan(PLAN, nodes=nodes[0])
+        monkeypatch.setattr(feature, "from_all_ranks", from_all_ranks)
+        ActiveNodes(nodes[0], torch.device("cpu"), cpu_stats(), timedelta(minutes=1)).check_ranks()
 
     return compare
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.features.pairing.lane import ForwardLane
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.exchange import CountsExchange, Exchange
-from megatron_lancet.runtime.progress.lane import ForwardLane
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.ops import Op, Phase

@@ -18,7 +18,6 @@ from megatron_lancet.lab.modelled_step.recording import gpu_without_values
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts
-from megatron_lancet.runtime.connections import RECOMMENDED
 from megatron_lancet.runtime.trace import WeightGradFacts
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry
@@ -26,6 +25,7 @@ from megatron_lancet.testkit.virtual_gpu.meta import META, MetaGpu
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
 from megatron_lancet.testkit.virtual_gpu.playback.marks import MarkedMessage, MarkedTrace
 from megatron_lancet.testkit.virtual_gpu.playback.player import play
+from megatron_lancet.training.platform.cuda_connections import RECOMMENDED
 
 LAUNCHES_US = (4.0, 8.0, 16.0)
 """Host time of a kernel, Python and autograd included."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.gpu.record import read_records
-from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, RECOMMENDED
 
 REPO = Path(__file__).parents[4]
 _GRACE_S = 2.0

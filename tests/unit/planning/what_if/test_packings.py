@@ -26,7 +26,7 @@ from megatron_lancet.lab.what_if.packings import (
     packings,
     predict_packings,
 )
-from megatron_lancet.schedule.documents.cost import DocumentCost, num_pairs
+from megatron_lancet.planning.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Pairing, fixed_plan
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_lancet.runtime.progress.lane import ForwardLane
+from megatron_lancet.features.pairing.lane import ForwardLane
 
 
 def in_turns(lane: ForwardLane, log: list[str], name: str, num_waits: int) -> Callable[[], str]:

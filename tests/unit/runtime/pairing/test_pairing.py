@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
+from megatron_lancet.features.pairing.pairing import MicroBatch, Pairing
 from megatron_lancet.schedule.pairing import PairedTurns
 
 

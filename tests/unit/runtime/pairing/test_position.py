@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from megatron_lancet.features.pairing.pairing import MicroBatch, Pairing
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
 from megatron_lancet.schedule.ops import Op
 from tests.fakes import Loopback, cpu_stats
 
@@ -17,8 +17,8 @@ class Run:
 
     def __init__(self) -> None:
         self.comm = Comm(Loopback(), None, cpu_stats(), own_rank=0)
-        assert isinstance(self.comm.pairing, Pairing)
-        self.pairing = self.comm.pairing
+        assert isinstance(self.comm.progress, Pairing)
+        self.pairing = self.comm.progress
         self.seen: list[str] = []
 
     def see(self) -> None:

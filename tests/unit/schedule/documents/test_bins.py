@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.schedule.documents.bins import Dealing, balanced, bin_tokens, predicted
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.bins import Dealing, balanced, bin_tokens, predicted
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 
 @st.composite

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cuts import NEAR, cut_sizes
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
-from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.schedule.documents.cuts import NEAR, cut_sizes
 
 LINEAR = DocumentCost(0.0)
 

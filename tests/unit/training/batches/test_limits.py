@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
 from megatron_lancet.training.batches.limits import shapes_vary
@@ -12,13 +12,14 @@ from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 
 FLAG = "--dataloader-inter-document-masking"
 TE = ["--transformer-impl", "transformer_engine"]
 CONTEXT = ["--context-parallel-size", 2]
 SPEC = ["--spec", *OWN_SPEC]
-OFF = LancetConfig(plan=PlanChoice.OFF)
+OFF = config_with(plan=PlanChoice.OFF)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def documents(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [[], TE])
-@pytest.mark.parametrize("config", [LancetConfig(), LancetConfig(num_chunks=2), OFF])
+@pytest.mark.parametrize("config", [config_with(), config_with(num_chunks=2), OFF])
 def test_documents_are_not_refused(documents, changes, config):
     args = documents(*changes)
     refuse_other_tasks(args)
@@ -39,8 +40,8 @@ def test_documents_are_not_refused(documents, changes, config):
 
 def test_documents_are_cut_along_the_sequence(documents):
     args = documents("--micro-batch-size", 1, "--reset-attention-mask", "--reset-position-ids")
-    assert any("--reset-attention-mask is off" in line for line in normalize_args(args, LancetConfig()))
-    assert choose_plan(args, LancetConfig())[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+    assert any("--reset-attention-mask is off" in line for line in normalize_args(args, config_with()))
+    assert choose_plan(args, config_with())[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def test_documents_are_cut_along_the_sequence(documents):
         ),
         (["--softmax-type", "learnable"], OFF, "--softmax-type learnable does not work with torch's fused attention"),
         (CONTEXT, OFF, f"{FLAG} with --context-parallel-size 2 needs the overlapping block"),
-        ([*CONTEXT, *TE], LancetConfig(), f"{FLAG} with --context-parallel-size 2 needs the overlapping block"),
+        ([*CONTEXT, *TE], config_with(), f"{FLAG} with --context-parallel-size 2 needs the overlapping block"),
         (
             [*CONTEXT, "--mtp-num-layers", 1],
-            LancetConfig(),
+            config_with(),
             f"--mtp-num-layers does not work with {FLAG} and --context-parallel-size 2",
         ),
         (
@@ -64,15 +65,15 @@ def test_documents_are_cut_along_the_sequence(documents):
             OFF,
             f"{FLAG} does not work with --hybrid-layer-pattern with M (Mamba): these layers would carry state",
         ),
-        ([*SPEC, *CONTEXT], LancetConfig(), f"{FLAG} does not work with --context-parallel-size 2 in Megatron's own"),
+        ([*SPEC, *CONTEXT], config_with(), f"{FLAG} does not work with --context-parallel-size 2 in Megatron's own"),
         (
             [*SPEC, "--tensor-model-parallel-size", 2, "--sequence-parallel"],
-            LancetConfig(),
+            config_with(),
             f"{FLAG} does not work with --sequence-parallel and --micro-batch-size 4 in Megatron's own script",
         ),
         (
             [*SPEC, "--pipeline-model-parallel-size", 2],
-            LancetConfig(),
+            config_with(),
             f"{FLAG} does not work with --pipeline-model-parallel-size 2 and --micro-batch-size 4 in Megatron's own",
         ),
     ],
@@ -84,7 +85,7 @@ def test_what_does_not_know_documents_is_refused(documents, changes, config, mes
 
 def test_one_sample_laid_end_to_end_has_the_same_shape(documents):
     one = ["--micro-batch-size", 1, "--pipeline-model-parallel-size", 2]
-    assert choose_plan(documents(*SPEC, *one), LancetConfig())[0] is not None
+    assert choose_plan(documents(*SPEC, *one), config_with())[0] is not None
     assert not shapes_vary(documents(*one), has_plan=False)
     assert shapes_vary(documents(), has_plan=False)
     assert not shapes_vary(documents(), has_plan=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.bins.flags import BinsFlags
 from megatron_lancet.features.bins.limits import bin_settings, bins_note, check_bins
@@ -105,7 +105,7 @@ def test_settings_follow_from_the_command_line(parsed):
     per_token = 2 * (4 * 64 * 64 + 2 * 2 * 64 * 128 + 64 * 4) + 512 * 64
     assert found.cost.tokens_per_pair == pytest.approx(2 * 2 * 64 / per_token)
     assert "at most 48 tokens in a micro-batch" in bins_note(found)
-    assert bin_settings(args, LancetConfig()) is None
+    assert bin_settings(args, config_with()) is None
 
 
 def test_settings_that_are_given(parsed):

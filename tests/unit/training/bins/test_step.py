@@ -8,7 +8,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_
 
 from megatron_lancet.features.bins.batches import Document, packed
 from megatron_lancet.features.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
-from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.cost import DocumentCost
 
 
 def document(*tokens, without=()):

@@ -111,7 +111,7 @@ def test_documents_are_a_mask_for_stock():
         f"{SMALL} --dataloader-inter-document-masking --mtp-num-layers 1 --pipeline-model-parallel-size 4 "
         "--num-virtual-stages-per-pipeline-rank 2"
     )
-    assert found.documents
+    assert found.stock_mask
     assert found.ours == ["--dataloader-inter-document-masking"]
     assert not {"--dataloader-inter-document-masking", "--mtp-num-layers"} & set(found.words)
     assert "--no-create-attention-mask-in-dataloader" not in found.words
@@ -120,7 +120,7 @@ def test_documents_are_a_mask_for_stock():
     for part in ("stock gets a mask of documents", "no virtual stages", "no multi-token prediction: with a mask"):
         assert part in text
     plain = shrunk(SMALL)
-    assert not plain.documents
+    assert not plain.stock_mask
     assert "--no-create-attention-mask-in-dataloader" in plain.words
 
 
@@ -142,13 +142,13 @@ def test_samples_have_mask_bounds_and_positions_of_documents():
 
 def test_bins_become_samples_of_one_length_with_documents():
     found = shrunk(f"{SMALL} --lancet-pack-documents --lancet-pack-max-tokens 64 --calculate-per-token-loss")
-    assert (found.ours, found.documents) == (["--dataloader-inter-document-masking"], True)
+    assert (found.ours, found.stock_mask) == (["--dataloader-inter-document-masking"], True)
     assert any("(--lancet-pack-documents)" in change for change in found.changes)
 
 
 def test_te_layers_stay_or_are_said_to_be_replaced():
     launch = f"{SMALL} --moe-grouped-gemm --moe-permute-fusion"
-    kept = shrink(read_command_line(shlex.split(launch)), None, 8, with_te=True)
+    kept = shrink(read_command_line(shlex.split(launch)), None, 8, with_kernels=True)
     assert value(kept.words, "--transformer-impl") == "transformer_engine"
     assert "--moe-grouped-gemm" in kept.words
     assert "not checked: Transformer Engine's kernels (--moe-permute-fusion)" in kept.changes
@@ -156,7 +156,7 @@ def test_te_layers_stay_or_are_said_to_be_replaced():
     assert value(local.words, "--transformer-impl") == "local"
     assert "--moe-grouped-gemm" not in local.words
     assert "local layers in place of Transformer Engine's, which need a GPU" in local.changes
-    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True)
+    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_kernels=True)
     assert value(asked_for.words, "--transformer-impl") == "local"
     assert not any("Transformer Engine" in change for change in asked_for.changes)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint, check_separate_expert_grads
+from megatron_lancet.features.ep_resize.feature import check_checkpoint, check_separate_expert_grads
 
 
 def run(ep_size: int, **changes: object) -> SimpleNamespace:

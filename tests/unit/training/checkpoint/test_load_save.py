@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import CheckpointError, UsageError
 from megatron_lancet.training.checkpoint import load_save
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.process import sigterm
 from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
+from tests.unit.training.configs import config_with
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -146,13 +147,13 @@ def test_check_before_start_looks_where_megatron_loads(folder, tmp_path):
 )
 def test_sigterm_saves_depending_on_plan_and_flags(tmp_path, changes, plan, expected):
     args = arguments(tmp_path, **changes)
-    assert saves_on_sigterm(args, LancetConfig(plan=plan)) is expected
+    assert saves_on_sigterm(args, config_with(plan=plan)) is expected
     assert args.exit_signal_handler is expected
 
 
 def test_megatrons_own_sigterm_handler_is_left_alone(tmp_path):
     args = arguments(tmp_path, exit_signal_handler=True)
-    assert not saves_on_sigterm(args, LancetConfig())
+    assert not saves_on_sigterm(args, config_with())
     assert args.exit_signal_handler
 
 

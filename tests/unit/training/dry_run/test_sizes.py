@@ -81,7 +81,7 @@ def world_of(findings: Findings) -> Iterator[None]:
         stack.enter_context(cpu_platform())
         stack.enter_context(mock_world(layout.num_ranks))
         stack.enter_context(patches.sequence_parallel_with_torch_norm())
-        stack.enter_context(patches.core_attention_without_te(findings.args.multi_latent_attention))
+        stack.enter_context(patches.fused_core_attention(findings.args.multi_latent_attention))
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,

@@ -31,8 +31,8 @@ def config(coeff: float = 0.01, per_node: int | None = 2) -> LancetConfig:
 
 
 def test_there_is_no_such_loss_unless_the_user_asks():
-    assert choose_locality(arguments(), LancetConfig(), PLAN) is None
-    assert choose_locality(arguments(expert_model_parallel_size=1), LancetConfig(), None) is None
+    assert choose_locality(arguments(), config_with(), PLAN) is None
+    assert choose_locality(arguments(expert_model_parallel_size=1), config_with(), None) is None
     assert locality_note(None) == ""
 
 

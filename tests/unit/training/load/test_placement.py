@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.features.placement.placement import check_reshardable, choose_placement, placement_note
@@ -62,7 +61,7 @@ def placed(tmp_path):
 
 
 def test_a_run_has_megatrons_placement_unless_it_is_asked():
-    assert choose_placement(arguments(expert_model_parallel_size=1), LancetConfig(), None) is None
+    assert choose_placement(arguments(expert_model_parallel_size=1), config_with(), None) is None
     assert placement_note(None) == ""
 
 

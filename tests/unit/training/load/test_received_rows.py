@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.row_bound import feature as row_bound
 from megatron_lancet.features.row_bound.feature import (
@@ -71,7 +70,7 @@ def test_a_limit_that_a_run_can_not_follow_is_refused(limit, changes, plan, mess
 
 
 def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
-    check_row_limit(args_of(expert_model_parallel_size=1), LancetConfig(), None)
+    check_row_limit(args_of(expert_model_parallel_size=1), config_with(), None)
     for limit in (1, RowLimitChoice.AUTO):
         check_row_limit(args_of(), config_with(RowBoundFlags(limit)), PLAN)
 
@@ -93,10 +92,10 @@ def test_the_bound_is_what_fits_if_all_kept_chunks_grow_to_it():
 
 
 def test_most_rows_are_all_tokens_times_experts_of_a_rank():
-    assert most_rows(args_of(), LancetConfig()) == 128 * 2 * 2  # of four experts of a token two are on a rank
-    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True), LancetConfig()) == 64 * 2 * 2
+    assert most_rows(args_of(), config_with()) == 128 * 2 * 2  # of four experts of a token two are on a rank
+    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True), config_with()) == 64 * 2 * 2
     holders = args_of(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
-    assert most_rows(holders, LancetConfig()) == 64 * 4 * 2
+    assert most_rows(holders, config_with()) == 64 * 4 * 2
 
 
 def test_a_row_keeps_its_token_and_what_is_inside_the_expert():
@@ -189,7 +188,7 @@ def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
 
 def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
     quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
-    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, most_rounds=4)
+    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, num_split_steps=1, most_rounds=4)
     assert (
         "received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
         "steps, went in up to 4 rounds" in report_of_received_rows(quiet, busy, busy, bound=300)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_lancet.training.megatron import paired_schedules
-from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
+from megatron_lancet.features.pairing import schedules as paired_schedules
+from megatron_lancet.features.pairing.pairing import Pairing
+from megatron_lancet.schedule.plan import fixed_plan, paired
 
 
 def order_of(num_micro_batches: int, num_stages: int, group: int) -> paired_schedules._Order:
@@ -43,7 +44,7 @@ def test_micro_batch_without_a_partner_is_at_an_end(num_micro_batches, num_stage
 def test_stages_ask_megatron_for_pairs_and_for_none():
     stages = [SimpleNamespace(config=SimpleNamespace(overlap_moe_expert_parallel_comm=False)) for _ in range(2)]
     for is_paired in (True, False):
-        ask_for_pairs(stages, is_paired)
+        Pairing(None, on_cuda=False).run_by(stages, paired(fixed_plan(1)) if is_paired else fixed_plan(1))
         assert [stage.config.overlap_moe_expert_parallel_comm for stage in stages] == [is_paired] * 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.megatron.te_seams import check_te_seams
+from megatron_lancet.features.te.seams import check_te_seams
 from tests.te_cpu import SITE
 
 PINNED = Version("2.20.2")

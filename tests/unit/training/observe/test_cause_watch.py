@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
 from megatron_lancet.lab.causes import watch as cause_watch
@@ -15,6 +14,7 @@ from megatron_lancet.lab.causes.replay import Cause
 from megatron_lancet.lab.causes.text import CausesOfStep
 from megatron_lancet.lab.causes.watch import CauseWatch
 from megatron_lancet.schedule.plan import fixed_plan
+from tests.unit.training.configs import config_with
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_one_step_of_an_interval_is_traced(monkeypatch):
 
 
 def test_stock_modules_can_not_be_traced():
-    asked = LancetConfig(settings={CausesFlags: CausesFlags(diagnose_interval=5)})
+    asked = config_with(CausesFlags(diagnose_interval=5))
     with pytest.raises(UsageError, match="--lancet-diagnose-interval 5 traces the overlapping block"):
         CAUSES.check(RunFacts(None, asked, None))
     CAUSES.check(RunFacts(None, asked, fixed_plan(2)))
-    CAUSES.check(RunFacts(None, LancetConfig(), None))
+    CAUSES.check(RunFacts(None, config_with(), None))

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_dtype.feature import CommDtypeFlags, choose_comm_dtype, comm_dtype_note
 from megatron_lancet.schedule.comm_dtype import CommDtype, RowFormat
@@ -37,7 +36,7 @@ def test_only_forward_dispatches_are_in_fp8(op, in_fp8_run):
 
 def test_messages_are_exact_unless_the_user_asks():
     for args in (arguments(), arguments(expert_model_parallel_size=1)):
-        assert choose_comm_dtype(args, LancetConfig(), None) is CommDtype.EXACT
+        assert choose_comm_dtype(args, config_with(), None) is CommDtype.EXACT
     assert comm_dtype_note(CommDtype.EXACT) == ""
 
 
@@ -68,5 +67,5 @@ def test_a_narrow_format_asks_for_the_overlap(monkeypatch):
     monkeypatch.setattr(
         "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
     )
-    assert overlap_blockers(arguments(), LancetConfig()) != []
+    assert overlap_blockers(arguments(), config_with()) != []
     assert overlap_blockers(arguments(), config_with(CommDtypeFlags(CommDtype.FP8))) == []

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import ActivePriority, CommPriorityFlags, choose_micro_ops
 from megatron_lancet.patching import replaced
@@ -31,7 +30,7 @@ def arguments(**changes: object) -> SimpleNamespace:
 
 def test_comm_priority_micro_ops_have_the_requested_size():
     assert choose_micro_ops(arguments(), FIRST, fixed_plan(2)) == MicroOps(1_500_000)
-    assert choose_micro_ops(arguments(overlap_grad_reduce=False), LancetConfig(), fixed_plan(2)) is None
+    assert choose_micro_ops(arguments(overlap_grad_reduce=False), config_with(), fixed_plan(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -86,9 +85,9 @@ def test_planner_knows_how_gradients_are_reduced():
         is_scatter=True,
     )
     in_fp32 = {**layout, "accumulate_allreduce_grads_in_fp32": True, "ddp_bucket_size": 1000}
-    assert reduction_of(arguments(**in_fp32), LancetConfig()).bucket_bytes == 4000
+    assert reduction_of(arguments(**in_fp32), config_with()).bucket_bytes == 4000
     assert reduction_of(arguments(**{**layout, "data_parallel_size": 1}), FIRST) is None
-    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), LancetConfig()) is None
+    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), config_with()) is None
 
 
 def test_report_says_how_gradients_were_reduced_if_any_were():

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_sms.feature import CommSmsFlags, check_comm_sms
 from megatron_lancet.lab.dry_run.run import examine
@@ -119,7 +118,7 @@ def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
     check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
     check_comm_sms(arguments(), BOUND, fixed_plan(2), None)
     check_comm_sms(arguments(), config_with(CommSmsFlags(128)), fixed_plan(2), GPU)
-    check_comm_sms(arguments(distributed_backend="gloo"), LancetConfig(), None, torch.device("cpu"))
+    check_comm_sms(arguments(distributed_backend="gloo"), config_with(), None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import pytest
 import torch
 from megatron.training import arguments
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.megatron import seams
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
 from megatron_lancet.training.plan.connections import one_connection_note, wants_one_connection
+from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
+from tests.unit.training.configs import config_with
 
 
 @pytest.mark.parametrize("number", ["32", None])
@@ -73,7 +74,7 @@ NO_FLAGS = {
 )
 def test_connections_of_stock_modules_are_megatrons(flags, wanted):
     args = argparse.Namespace(**NO_FLAGS | flags)
-    assert wants_one_connection(args, LancetConfig(plan=PlanChoice.OFF)) == wanted
+    assert wants_one_connection(args, config_with(plan=PlanChoice.OFF)) == wanted
 
 
 def test_note_on_one_connection_is_for_gpus(monkeypatch):

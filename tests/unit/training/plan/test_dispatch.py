@@ -6,28 +6,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.pairing.feature import PairingChoice
+from megatron_lancet.features.two_hop.feature import nodes_to_connect, unknown_nodes_note
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
-from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import choose_run
+from tests.unit.training.configs import changed, config_with
 from tests.unit.training.validated import parsed
 
 CPU = torch.device("cpu")
-WITH_PLAIN, WITH_DEDUP = LancetConfig(dispatch=PLAIN), LancetConfig(dispatch=DEDUP)
+WITH_PLAIN, WITH_DEDUP = config_with(dispatch=PLAIN), config_with(dispatch=DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
 MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
 NAME, HOPS = "dispatch=dedup", "dispatch=two-hop"
-ON_NODES = LancetConfig(ranks_per_node=2)
+ON_NODES = config_with(ranks_per_node=2)
 WITH_TWO_HOP = replace(ON_NODES, dispatch=TWO_HOP)
 EP4 = ["--expert-model-parallel-size", 4]
 TE = ["--transformer-impl", "transformer_engine"]
@@ -50,7 +52,7 @@ def megatron_args(monkeypatch):
     def make(*changes: object, config: LancetConfig | None = None):
         args = parsed(monkeypatch, "--num-layers=8", "--moe-router-topk=2", *changes)
         args.world_size = 8
-        args.lancet_test_line = map_overlap_flags(args, config or LancetConfig())
+        args.lancet_test_line = map_overlap_flags(args, config or config_with())
         return args
 
     return make
@@ -73,24 +75,24 @@ POSSIBLE = {
 @pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
 def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, changes):
     args = megatron_args(*changes)
-    assert planning_limits(args, LancetConfig()).dispatches == (PLAIN, DEDUP)
+    assert planning_limits(args, config_with()).dispatches == (PLAIN, DEDUP)
     assert planning_limits(args, WITH_PLAIN).dispatches == (PLAIN,)
     assert planning_limits(args, WITH_DEDUP).dispatches == (DEDUP,)
-    plain, line = choose_plan(args, LancetConfig())
+    plain, line = choose_plan(args, config_with())
     assert plain == choose_plan(args, WITH_PLAIN)[0]
     assert plain.dispatch is PLAIN
     assert "dispatch" not in line
     plan, line = choose_plan(args, WITH_DEDUP)
     assert plan == replace(plain, dispatch=DEDUP)  # as many messages
     assert line.startswith(f"{plain} dispatch=dedup")
-    both = LancetConfig(dispatch=DEDUP, pairing=PairingChoice.ON, num_chunks=1)
+    both = config_with(dispatch=DEDUP, pairing=PairingChoice.ON, num_chunks=1)
     assert choose_plan(args, both)[0].at_ends.dispatch is DEDUP
 
 
 @pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
 def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, changes):
     args = megatron_args(*EP4, *changes)
-    on_nodes = replace(ON_NODES, ranks_per_node=2 * args.expert_tensor_parallel_size)
+    on_nodes = changed(ON_NODES, ranks_per_node=2 * args.expert_tensor_parallel_size)
     limits = planning_limits(args, on_nodes)
     assert limits.dispatches == tuple(Dispatch.known().values())
     assert all(one.what not in (NAME, HOPS) for one in limits.excluded)
@@ -105,7 +107,7 @@ def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, c
     )
     assert line.startswith(f"{plan}; two hops over 2 nodes x 2 ranks")
     assert "dispatch=two-hop" in line
-    paired_plan, _ = choose_plan(args, replace(asked, pairing=PairingChoice.ON, num_chunks=1))
+    paired_plan, _ = choose_plan(args, changed(asked, pairing=PairingChoice.ON, num_chunks=1))
     assert paired_plan.at_ends.dw_window == 4
 
 
@@ -159,7 +161,7 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
 ):
     args = megatron_args(*EP4, *changes)
     args.world_size = 24
-    config = LancetConfig(ranks_per_node=per_node)
+    config = config_with(ranks_per_node=per_node)
     limits = planning_limits(args, config)
     assert TWO_HOP not in limits.dispatches
     excluded = [one.reason for one in limits.excluded if one.what == HOPS]
@@ -186,7 +188,7 @@ def test_ranks_per_node_that_do_not_divide_ranks_are_refused(megatron_args):
     told = r"^--lancet-ranks-per-node 3 does not divide the 8 ranks of the run: .*, or drop the flag\.$"
     for changes, plan in (([], PlanChoice.AUTO), ([], PlanChoice.OFF), (["--expert-model-parallel-size", 1], "auto")):
         with pytest.raises(UsageError, match=told):
-            choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice(plan), ranks_per_node=3))
+            choose_plan(megatron_args(*changes), config_with(plan=PlanChoice(plan), ranks_per_node=3))
 
 
 def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp_path):
@@ -205,8 +207,16 @@ def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp
         "no plan": (None, {"plan": PlanChoice.OFF}),
     }
     for name, (expected, changes) in cases.items():
-        assert choose_run(args, replace(ON_NODES, **changes), CPU).nodes == expected, name
-    assert choose_run(args, LancetConfig(), CPU).nodes is None
+        assert _connected(args, replace(ON_NODES, **changes)) == expected, name
+    assert _connected(args, config_with()) is None
+
+
+def _connected(args, config):
+    """The nodes that a run with this plan connects."""
+    facts = choose_run(args, config, CPU).facts
+    if facts.plan is None:
+        return None
+    return nodes_to_connect(args, config, facts.plan, facts.is_tuned or config.profile is not None)
 
 
 IMPOSSIBLE = {
@@ -222,12 +232,12 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
     args = megatron_args(*changes)
-    for config in (LancetConfig(), WITH_PLAIN):
+    for config in (config_with(), WITH_PLAIN):
         assert planning_limits(args, config).dispatches == (PLAIN,)
         plan, line = choose_plan(args, config)
         assert plan.dispatch is PLAIN
         assert "dispatch" not in line  # the user has not asked for it
-    excluded = [one.reason for one in planning_limits(args, LancetConfig()).excluded if one.what == NAME]
+    excluded = [one.reason for one in planning_limits(args, config_with()).excluded if one.what == NAME]
     assert excluded[0].startswith(reason)
     assert all(one.what != NAME for one in planning_limits(args, WITH_PLAIN).excluded)
     for config in (WITH_DEDUP, replace(WITH_DEDUP, num_chunks=2)):
@@ -240,7 +250,7 @@ def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, t
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(deduplicated(1), None))
     with pytest.raises(UsageError) as refusal:
-        choose_plan(args, LancetConfig(plan=path))
+        choose_plan(args, config_with(plan=path))
     told = f"--lancet-plan {path} deduplicates dispatched rows, which is not possible here: {reason}"
     assert str(refusal.value).startswith(told)
     assert str(refusal.value).endswith(". Make a plan for this run.")
@@ -264,24 +274,24 @@ def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
 def test_plan_file_says_what_is_dispatched_and_contradicts_flag(megatron_args, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(deduplicated(2)), None))
-    args = megatron_args(*FLEX, config=LancetConfig(plan=path))
+    args = megatron_args(*FLEX, config=config_with(plan=path))
     assert args.lancet_test_line == MAPPED
-    plan, line = choose_plan(args, LancetConfig(plan=path))
+    plan, line = choose_plan(args, config_with(plan=path))
     assert plan == paired(deduplicated(2))
     assert "dispatch=dedup" in line
     for value in Dispatch.known().values():
         with pytest.raises(UsageError, match=f"--lancet-dispatch {value} contradicts --lancet-plan"):
-            choose_plan(args, LancetConfig(plan=path, dispatch=value))
+            choose_plan(args, config_with(plan=path, dispatch=value))
     write_plan_file(path, PlanFile(fixed_plan(2), None))
-    assert choose_plan(args, LancetConfig(plan=path))[0] == fixed_plan(2)
+    assert choose_plan(args, config_with(plan=path))[0] == fixed_plan(2)
 
 
 def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
     args = megatron_args(*FLEX)
     assert args.lancet_test_line == f"{MAPPED}, one row per token and rank"
-    assert choose_plan(args, LancetConfig())[0] == deduplicated(2)
-    assert choose_plan(args, LancetConfig(num_chunks=4))[0] == deduplicated(4)
-    assert planning_limits(args, LancetConfig()).dispatches == (DEDUP,)
+    assert choose_plan(args, config_with())[0] == deduplicated(2)
+    assert choose_plan(args, config_with(num_chunks=4))[0] == deduplicated(4)
+    assert planning_limits(args, config_with()).dispatches == (DEDUP,)
     on_nodes = megatron_args(*FLEX, *EP4, config=ON_NODES)
     assert on_nodes.lancet_test_line == f"{MAPPED}, one row per token and rank or node"
     assert choose_plan(on_nodes, ON_NODES)[0] == fixed_plan(2, dispatch=TWO_HOP)
@@ -291,14 +301,14 @@ def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
     assert choose_plan(asked_otherwise, WITH_PLAIN)[0] == fixed_plan(2)
     # The default of Megatron's flag sends rows to all ranks; nobody has asked for fewer.
     default = megatron_args("--moe-token-dispatcher-type", "allgather")
-    assert choose_plan(default, LancetConfig())[0] == fixed_plan(2)
+    assert choose_plan(default, config_with())[0] == fixed_plan(2)
 
 
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
     args = megatron_args(*FLEX, *changes)
     assert args.lancet_test_line == f"{MAPPED}, one row per token and expert"
-    plan, line = choose_plan(args, LancetConfig())
+    plan, line = choose_plan(args, config_with())
     assert plan.dispatch is PLAIN
     assert f"; dispatch is plain, because {reason}" in line
 
@@ -306,7 +316,7 @@ def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
 def test_run_is_tuned_where_dispatch_is_all_there_is_to_choose(megatron_args):
     """Micro-batches of one sample that are not paired, and dWs at once."""
     args = megatron_args("--micro-batch-size", 1)
-    only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
+    only = config_with(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
     assert is_tuned(args, only)
     assert not is_tuned(args, replace(only, dispatch=PLAIN))
     assert not is_tuned(args, replace(only, dispatch=DEDUP))
@@ -316,5 +326,5 @@ def test_run_is_tuned_where_dispatch_is_all_there_is_to_choose(megatron_args):
 def test_tuned_plan_of_checkpoint_fits_runs_with_same_dispatches(megatron_args):
     """The limits are part of what a tuned plan was made for."""
     args = megatron_args()
-    found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), WITH_PLAIN, WITH_DEDUP)}
+    found = {json.dumps(to_plain(planning_limits(args, config))) for config in (config_with(), WITH_PLAIN, WITH_DEDUP)}
     assert len(found) == 3

@@ -9,12 +9,12 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.training.megatron import gpt_data
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, UNSUPPORTED
 from tests.parity.stock_overlap.rows import FLAGS, REASONS, REFUSED, ROWS, NoRow
+from tests.unit.training.configs import config_with
 from tests.unit.training.test_flags_table import RUN, words_for
 from tests.unit.training.validated import set_as_validation_does
 
@@ -67,11 +67,11 @@ def test_reason_leaves_overlap_to_megatron(parser, flag):
     args.rank, args.world_size = 0, 2
     set_as_validation_does(args)
     before = copy.deepcopy(vars(args))
-    assert map_overlap_flags(args, LancetConfig()) is None
+    assert map_overlap_flags(args, config_with()) is None
     assert vars(args) == before
     # Stock modules also refuse documents split across ranks, so no run could use Megatron's overlap.
     if flag != "--dataloader-inter-document-masking":
-        plan, line = choose_plan(args, LancetConfig())
+        plan, line = choose_plan(args, config_with())
         assert plan is None
         assert line.startswith(f"off: {flag}")
         assert line.endswith("Stock Megatron modules, nothing is overlapped")

@@ -2,9 +2,10 @@
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
+from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
@@ -15,7 +16,7 @@ from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 
-ON, OFF = LancetConfig(pairing=PairingChoice.ON), LancetConfig(pairing=PairingChoice.OFF)
+ON, OFF = config_with(pairing=PairingChoice.ON), config_with(pairing=PairingChoice.OFF)
 PRIORITY = CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST)
 PIPELINE = ["--pipeline-model-parallel-size", 4]
 INTERLEAVED = [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", 2]
@@ -29,7 +30,7 @@ def megatron_args(monkeypatch):
 
     def make(*changes: object):
         args = parsed(monkeypatch, "--num-layers=8", *changes)
-        map_overlap_flags(args, LancetConfig())
+        map_overlap_flags(args, config_with())
         return args
 
     return make
@@ -67,9 +68,9 @@ PAIRABLE = {
 @pytest.mark.parametrize("changes", PAIRABLE.values(), ids=PAIRABLE.keys())
 def test_auto_may_pair_on_pairs_and_off_does_not(megatron_args, changes):
     args = megatron_args(*changes)
-    assert planning_limits(args, LancetConfig()).pairing == (False, True)
+    assert planning_limits(args, config_with()).pairing == (False, True)
     assert planning_limits(args, ON).pairing == (True,)
-    unpaired, line = choose_plan(args, LancetConfig())
+    unpaired, line = choose_plan(args, config_with())
     assert not unpaired.is_paired
     assert "paired" not in line
     plan, line = choose_plan(args, ON)
@@ -139,8 +140,8 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
 
 def test_line_gives_one_reason_and_the_limits_all(megatron_args):
     args = megatron_args(*PIPELINE, *ONE_MICRO_BATCH)
-    assert choose_plan(args, LancetConfig())[1].count("not paired") == 1
-    assert [one.what for one in planning_limits(args, LancetConfig()).excluded] == ["pairing"] * 2
+    assert choose_plan(args, config_with())[1].count("not paired") == 1
+    assert [one.what for one in planning_limits(args, config_with()).excluded] == ["pairing"] * 2
 
 
 def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
@@ -151,10 +152,10 @@ def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
 
 def test_pairing_needs_a_plan_and_expert_parallelism(megatron_args):
     with pytest.raises(UsageError, match=r"--lancet-pairing on needs the overlapping block, but --lancet-plan off .*"):
-        choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, pairing=PairingChoice.ON))
+        choose_plan(megatron_args(), config_with(plan=PlanChoice.OFF, pairing=PairingChoice.ON))
     with pytest.raises(UsageError, match=r"--lancet-pairing on overlaps .* --expert-model-parallel-size is 1\. Drop"):
         choose_plan(megatron_args("--expert-model-parallel-size", 1), ON)
-    for config in (OFF, LancetConfig(plan=PlanChoice.OFF, pairing=PairingChoice.OFF)):
+    for config in (OFF, config_with(plan=PlanChoice.OFF, pairing=PairingChoice.OFF)):
         assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
 
 
@@ -163,11 +164,11 @@ def test_pairing_contradicts_a_plan_file(megatron_args, tmp_path):
     write_plan_file(path, PlanFile(fixed_plan(2), None))
     for value in PairingChoice:
         with pytest.raises(UsageError, match=f"--lancet-pairing {value} contradicts --lancet-plan"):
-            choose_plan(megatron_args(), LancetConfig(plan=path, pairing=value))
+            choose_plan(megatron_args(), config_with(plan=path, pairing=value))
 
 
 def test_fixed_plan_runs_alike_at_the_ends(megatron_args):
-    config = LancetConfig(num_chunks=4, dw_policy=DwPolicy.NONE, pairing=PairingChoice.ON)
+    config = config_with(num_chunks=4, dw_policy=DwPolicy.NONE, pairing=PairingChoice.ON)
     plan, line = choose_plan(megatron_args(), config)
     assert plan == paired(fixed_plan(4, DwPolicy.NONE))
     assert plan.at_ends == plan.in_middle
@@ -186,29 +187,29 @@ def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, chang
     """A micro-batch of one sample is not cut, no dW waits: one chunk, paired or not."""
     args = megatron_args(*changes)
     only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "dispatch": PLAIN, "tiles": 0}
-    assert is_tuned(args, LancetConfig(**only))
-    assert is_tuned(args, LancetConfig(**only, pairing=PairingChoice.ON))
-    assert not is_tuned(args, LancetConfig(**only, pairing=PairingChoice.OFF))
-    assert not is_tuned(megatron_args(*changes, "--global-batch-size", 2), LancetConfig(**only))
-    plan, _ = choose_plan(args, LancetConfig(**only, pairing=PairingChoice.ON))
+    assert is_tuned(args, config_with(**only))
+    assert is_tuned(args, config_with(**only, pairing=PairingChoice.ON))
+    assert not is_tuned(args, config_with(**only, pairing=PairingChoice.OFF))
+    assert not is_tuned(megatron_args(*changes, "--global-batch-size", 2), config_with(**only))
+    plan, _ = choose_plan(args, config_with(**only, pairing=PairingChoice.ON))
     assert plan == paired(fixed_plan(1, DwPolicy.NONE, overlap_range=overlap_range))
 
 
 def test_megatrons_flag_pairs_fixed_plans_not_tuned_ones(megatron_args):
     args = megatron_args("--overlap-moe-expert-parallel-comm")
     assert not args.overlap_moe_expert_parallel_comm
-    for config in (LancetConfig(), LancetConfig(num_chunks=4)):
+    for config in (config_with(), config_with(num_chunks=4)):
         assert choose_plan(args, config)[0] == paired(fixed_plan(config.num_chunks or 2))
         assert planning_limits(args, config).pairing == (False, True)
-    assert is_tuned(args, LancetConfig())
+    assert is_tuned(args, config_with())
     assert choose_plan(args, OFF)[0] == fixed_plan(2)
     # Other flags for overlap do not ask for it.
-    assert choose_plan(megatron_args("--moe-shared-expert-overlap"), LancetConfig())[0] == fixed_plan(2)
+    assert choose_plan(megatron_args("--moe-shared-expert-overlap"), config_with())[0] == fixed_plan(2)
 
 
 @pytest.mark.parametrize("changes", [PIPELINE, ONE_MICRO_BATCH])
 def test_megatrons_flag_pairs_nothing_where_it_is_impossible(megatron_args, changes):
-    plan, line = choose_plan(megatron_args("--overlap-moe-expert-parallel-comm", *changes), LancetConfig())
+    plan, line = choose_plan(megatron_args("--overlap-moe-expert-parallel-comm", *changes), config_with())
     assert plan == fixed_plan(2)
     assert "; not paired, because " in line
 
@@ -229,14 +230,14 @@ def test_segments_of_the_ends_are_checked_like_the_others(megatron_args, tmp_pat
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(1), ends), None))
     with pytest.raises(UsageError, match=message):
-        choose_plan(megatron_args(*changes), LancetConfig(plan=path))
+        choose_plan(megatron_args(*changes), config_with(plan=path))
 
 
 def test_paired_plan_file_that_fits_is_taken(megatron_args, tmp_path):
     path, plan = tmp_path / "plan.json", paired(fixed_plan(1), fixed_plan(2))
     write_plan_file(path, PlanFile(plan, None))
     for changes in ([], INTERLEAVED, ["--hidden-dropout", 0.1]):
-        taken, line = choose_plan(megatron_args(*changes), LancetConfig(plan=path))
+        taken, line = choose_plan(megatron_args(*changes), config_with(plan=path))
         assert taken == plan
         # Chunks at the ends draw random numbers chunk by chunk, too.
         assert ("dropout draws its random numbers chunk by chunk" in line) == ("--hidden-dropout" in changes)

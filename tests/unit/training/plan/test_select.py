@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import AttentionChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 
 
@@ -27,7 +29,7 @@ def megatron_args(monkeypatch):
 
 
 def test_auto_plan_has_two_chunks(megatron_args):
-    plan, line = choose_plan(megatron_args(), LancetConfig())
+    plan, line = choose_plan(megatron_args(), config_with())
     assert plan == fixed_plan(2)
     assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
 
@@ -57,11 +59,11 @@ def test_auto_plan_has_two_chunks(megatron_args):
     ],
 )
 def test_auto_plan_is_tuned_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
-    assert is_tuned(megatron_args(*changes), LancetConfig(**wishes)) == tunes
+    assert is_tuned(megatron_args(*changes), config_with(**wishes)) == tunes
 
 
 def test_plan_off_selects_no_plan(megatron_args):
-    plan, line = choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, num_chunks=4))
+    plan, line = choose_plan(megatron_args(), config_with(plan=PlanChoice.OFF, num_chunks=4))
     assert plan is None
     assert "stock" in line
 
@@ -75,33 +77,33 @@ def test_stock_modules_name_the_fused_attention(megatron_args, experts):
         (AttentionChoice.STOCK, False),
         (AttentionChoice.AUTO, False),
     ):
-        plan, line = choose_plan(args, LancetConfig(plan=choice, attention=attention))
+        plan, line = choose_plan(args, config_with(plan=choice, attention=attention))
         assert plan is None
         assert line.endswith("stock Megatron modules with torch's fused attention") == is_named
 
 
 def test_dw_memory_bound_is_part_of_the_plan(megatron_args):
-    plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
+    plan, line = choose_plan(megatron_args(), config_with(dw_memory_mb=1.5))
     assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
     assert line.endswith("dw-memory=1.5MB")
     with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
-        choose_plan(megatron_args(), LancetConfig(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
+        choose_plan(megatron_args(), config_with(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
 
 
 @pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])
 def test_plan_line_says_that_nothing_can_be_overlapped(megatron_args, changes):
-    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    plan, line = choose_plan(megatron_args(*changes), config_with())
     assert plan is None
     assert "nothing to overlap" in line
     with pytest.raises(UsageError, match="there is none"):
-        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
+        choose_plan(megatron_args(*changes), config_with(num_chunks=2))
 
 
 def test_more_chunks_than_samples_or_tokens_are_refused(megatron_args):
     with pytest.raises(UsageError, match=r"--lancet-num-chunks 8 .*--micro-batch-size is 4\. Use at most 4"):
-        choose_plan(megatron_args(), LancetConfig(num_chunks=8, chunk_dim=ChunkDim.BATCH))
+        choose_plan(megatron_args(), config_with(num_chunks=8, chunk_dim=ChunkDim.BATCH))
     with pytest.raises(UsageError, match=r"--lancet-num-chunks 33 .*--seq-length is 32\. Use at most 32"):
-        choose_plan(megatron_args(), LancetConfig(num_chunks=33))
+        choose_plan(megatron_args(), config_with(num_chunks=33))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_more_chunks_than_samples_or_tokens_are_refused(megatron_args):
     [(8, None, 2, "batch"), (2, 2, 2, "batch"), (2, 3, 3, "sequence"), (1, None, 2, "sequence"), (1, 1, 1, "batch")],
 )
 def test_auto_plan_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
-    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), LancetConfig(num_chunks=asked))
+    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), config_with(num_chunks=asked))
     assert plan == fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
 
 
@@ -128,21 +130,21 @@ AGAINST_SEQUENCE = [
 )
 def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, changes, wishes, obstacle):
     with pytest.raises(UsageError, match=f"--lancet-chunk-dim sequence does not work with {obstacle}"):
-        choose_plan(megatron_args(*changes), LancetConfig(chunk_dim=ChunkDim.SEQUENCE, **wishes))
+        choose_plan(megatron_args(*changes), config_with(chunk_dim=ChunkDim.SEQUENCE, **wishes))
     with pytest.raises(UsageError, match=f"sequence chunks do not work with {obstacle}"):
-        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=8, **wishes))
+        choose_plan(megatron_args(*changes), config_with(num_chunks=8, **wishes))
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
-    plan, line = choose_plan(alone, LancetConfig(**wishes))
+    plan, line = choose_plan(alone, config_with(**wishes))
     assert plan == fixed_plan(1)
     assert f"a micro-batch of 1 is not cut, because sequence chunks do not work with {obstacle}" in line
 
 
 def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
     args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
-    gate = LancetConfig(range=OverlapRange.GATE)
+    gate = config_with(range=OverlapRange.GATE)
     assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
     with pytest.raises(UsageError, match=r"--seq-length / --context-parallel-size is 16\. Use at most 16"):
-        choose_plan(args, LancetConfig(range=OverlapRange.GATE, num_chunks=17))
+        choose_plan(args, config_with(range=OverlapRange.GATE, num_chunks=17))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,10 @@ def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
     ],
 )
 def test_routing_of_whole_micro_batches_narrows_range_with_note(megatron_args, changes):
-    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    plan, line = choose_plan(megatron_args(*changes), config_with())
     assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
     assert f"chunks start after the gate, because {changes[0]}" in line
-    _, line = choose_plan(megatron_args(*changes), LancetConfig(range=OverlapRange.EXPERTS))
+    _, line = choose_plan(megatron_args(*changes), config_with(range=OverlapRange.EXPERTS))
     assert "because" not in line
 
 
@@ -187,20 +189,20 @@ def test_routing_of_whole_micro_batches_narrows_range_with_note(megatron_args, c
 def test_unavailable_attention_is_refused(megatron_args, changes, attention, message):
     for plan in PlanChoice:
         with pytest.raises(UsageError, match=message):
-            choose_plan(megatron_args(*changes), LancetConfig(plan=plan, attention=AttentionChoice(attention)))
+            choose_plan(megatron_args(*changes), config_with(plan=plan, attention=AttentionChoice(attention)))
 
 
 def test_fused_attention_is_selected_by_flags_and_dropout(megatron_args):
-    assert not uses_sdpa(megatron_args(), LancetConfig())
-    assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
+    assert not uses_sdpa(megatron_args(), config_with())
+    assert uses_sdpa(megatron_args(), config_with(attention=AttentionChoice.SDPA))
     for flag in (["--multi-latent-attention"], ["--context-parallel-size", 2]):
-        assert uses_sdpa(megatron_args(*flag), LancetConfig())
+        assert uses_sdpa(megatron_args(*flag), config_with())
         assert needs_own_attention(megatron_args(*flag))
         assert not needs_own_attention(megatron_args(*flag, "--transformer-impl", "transformer_engine"))
 
 
 def test_dropout_is_allowed_and_explained(megatron_args):
-    _, line = choose_plan(megatron_args("--hidden-dropout", 0.1), LancetConfig())
+    _, line = choose_plan(megatron_args("--hidden-dropout", 0.1), config_with())
     assert "dropout draws its random numbers chunk by chunk" in line
 
 
@@ -223,20 +225,20 @@ FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "unif
     ],
 )
 def test_chunks_keep_multiple_that_fp8_wants_and_line_says_so(megatron_args, changes, chunks, note):
-    plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), LancetConfig())
+    plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), config_with())
     assert plan == fixed_plan(2, **chunks)
     assert line == "; ".join([str(plan), *([f"--fp8-recipe {note}"] if note else [])])
 
 
 def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
     args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
-    plan, line = choose_plan(args, LancetConfig())
+    plan, line = choose_plan(args, config_with())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert "a micro-batch of 8 positions is not cut, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
     no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": PLAIN, "tiles": 0}
-    assert not is_tuned(args, LancetConfig(**no_choice))
+    assert not is_tuned(args, config_with(**no_choice))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
-        choose_plan(args, LancetConfig(num_chunks=2, chunk_dim=ChunkDim.BATCH))
+        choose_plan(args, config_with(num_chunks=2, chunk_dim=ChunkDim.BATCH))
 
 
 REFUSED: list[tuple[list, str]] = [
@@ -271,16 +273,16 @@ REFUSED: list[tuple[list, str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
 def test_unsupported_settings_keep_stock_with_a_reason(megatron_args, changes, message):
     args = megatron_args(*changes)
-    plan, line = choose_plan(args, LancetConfig())
+    plan, line = choose_plan(args, config_with())
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
     assert re.search(message, line)
     wishes = {"num_chunks": 2, "range": OverlapRange.GATE, "dw_policy": DwPolicy.NONE, "profile": Path("p.json")}
     for wish, value in wishes.items():
         with pytest.raises(UsageError, match=message) as refusal:
-            choose_plan(args, LancetConfig(**{wish: value}))
+            choose_plan(args, config_with(**{wish: value}))
         assert "--lancet-plan off" in str(refusal.value)
-    assert choose_plan(args, LancetConfig(plan=PlanChoice.OFF))[0] is None
+    assert choose_plan(args, config_with(plan=PlanChoice.OFF))[0] is None
 
 
 SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -309,9 +311,9 @@ SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules"]
     ids=lambda changes: " ".join(map(str, changes)),
 )
 def test_layouts_and_settings_that_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
+    assert choose_plan(megatron_args(*changes), config_with())[0] == fixed_plan(2)
 
 
 def test_fused_attention_of_torch_is_refused_with_te(megatron_args):
     with pytest.raises(UsageError, match="--lancet-attention sdpa is for local layers: Transformer Engine's"):
-        choose_plan(megatron_args(*TE), LancetConfig(attention=AttentionChoice.SDPA))
+        choose_plan(megatron_args(*TE), config_with(attention=AttentionChoice.SDPA))

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.row_bound.feature import RowBoundFlags
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
@@ -14,7 +15,7 @@ from megatron_lancet.schedule.plan import LocalTokens, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
-from tests.unit.training.configs import config_with
+from tests.unit.training.configs import changed, config_with
 from tests.unit.training.validated import parsed
 
 
@@ -43,7 +44,7 @@ def megatron_args(monkeypatch):
     ],
 )
 def test_fixed_plans_have_the_tiles_that_are_asked_for(megatron_args, wishes, expected):
-    plan, line = choose_plan(megatron_args(), LancetConfig(**wishes))
+    plan, line = choose_plan(megatron_args(), config_with(**wishes))
     assert plan == expected
     assert ("tiles=" in line) == bool(wishes.get("tiles"))
 
@@ -52,21 +53,21 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     args = megatron_args()
 
     def limits(**wishes):
-        config = LancetConfig(**wishes)
+        config = config_with(**wishes)
         found = planning_limits(args, config)
         return found.tiles, sum(plan.has_tiles for plan in plans_within(args, config, found))
 
     assert limits() == (None, 1)
     assert limits(tiles=0) == ((0,), 0)
     assert limits(tiles=3) == ((3,), 1)
-    assert is_tuned(args, LancetConfig(tiles=3))
+    assert is_tuned(args, config_with(tiles=3))
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (
-            LancetConfig(dispatch=TWO_HOP, ranks_per_node=2),
+            config_with(dispatch=TWO_HOP, ranks_per_node=2),
             "the messages of --lancet-dispatch two-hop have no tiles",
         ),
         (config_with(RowBoundFlags(100)), "--lancet-max-expert-rows sends a chunk in rounds, which have no tiles"),
@@ -75,7 +76,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
 def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, config, reason):
     args = megatron_args("--expert-model-parallel-size", 4) if config.dispatch else megatron_args()
     with pytest.raises(UsageError, match=f"--lancet-tiles 2 is not possible: {reason}"):
-        choose_plan(args, dataclasses.replace(config, tiles=2))
+        choose_plan(args, changed(config, tiles=2))
     limits = planning_limits(args, config)
     assert limits.tiles == (0,)
     (excluded,) = (one for one in limits.excluded if one.what == "tiles")
@@ -94,28 +95,28 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, conf
 )
 def test_contradictions_are_refused(megatron_args, wishes, message):
     with pytest.raises(UsageError, match=message):
-        choose_plan(megatron_args(), LancetConfig(**wishes))
+        choose_plan(megatron_args(), config_with(**wishes))
 
 
 def test_tiles_in_fp8_are_refused(megatron_args):
     args = megatron_args("--transformer-impl", "transformer_engine", "--fp8-format", "e4m3")
     with pytest.raises(UsageError, match=r"fp8 and fp4 give each tile scales of its own.* or drop --fp8-format"):
-        choose_plan(args, LancetConfig(tiles=2))
-    assert planning_limits(args, LancetConfig()).tiles == (0,)
+        choose_plan(args, config_with(tiles=2))
+    assert planning_limits(args, config_with()).tiles == (0,)
 
 
 def test_micro_batches_with_tiles_may_be_paired(megatron_args, tmp_path):
     args, tiled = megatron_args(), fixed_plan(1, tiles=2)
-    config = LancetConfig(num_chunks=1, tiles=2, pairing=PairingChoice.ON)
+    config = config_with(num_chunks=1, tiles=2, pairing=PairingChoice.ON)
     assert choose_plan(args, config)[0] == paired(tiled)
     write_plan_file(tmp_path / "plan.json", PlanFile(paired(tiled)))
-    assert choose_plan(args, LancetConfig(plan=tmp_path / "plan.json"))[0] == paired(tiled)
+    assert choose_plan(args, config_with(plan=tmp_path / "plan.json"))[0] == paired(tiled)
 
 
 def test_one_expert_parallel_rank_has_no_tiles(megatron_args):
     args = megatron_args("--expert-model-parallel-size", 1)
     with pytest.raises(UsageError, match="--lancet-tiles 2 overlaps the all-to-all of expert parallelism, but there"):
-        choose_plan(args, LancetConfig(tiles=2))
+        choose_plan(args, config_with(tiles=2))
 
 
 def test_plan_files_keep_tiles():

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.training.platform.launcher import ranks_per_node
+from tests.unit.training.configs import config_with
 
 TORCHRUN = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {"WORLD_SIZE": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
@@ -44,8 +44,8 @@ def environment(monkeypatch):
 def test_ranks_per_node_of_the_launcher(environment, variables, number):
     environment(variables)
     args = argparse.Namespace(world_size=16, distributed_backend="nccl")
-    assert ranks_per_node(args, LancetConfig()) == number
-    assert ranks_per_node(args, LancetConfig(ranks_per_node=2)) == 2
+    assert ranks_per_node(args, config_with()) == number
+    assert ranks_per_node(args, config_with(ranks_per_node=2)) == 2
     args.distributed_backend = "mock"
-    assert ranks_per_node(args, LancetConfig()) is None
-    assert ranks_per_node(args, LancetConfig(ranks_per_node=2)) == 2
+    assert ranks_per_node(args, config_with()) is None
+    assert ranks_per_node(args, config_with(ranks_per_node=2)) == 2

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
+from megatron_lancet.features.two_hop.feature import NODES
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.run import MOCKED_WORLD, MockFlags, mocked_world_of
 from megatron_lancet.training import arguments
@@ -26,7 +27,7 @@ def parsed(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *map(str, words)])
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return arguments.parse([MOCKED_WORLD])
+        return arguments.parse([NODES, MOCKED_WORLD])
 
     return parse
 

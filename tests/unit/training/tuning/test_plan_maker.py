@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig
+from megatron_lancet.config import AttentionChoice, CacheChoice
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
@@ -25,6 +25,7 @@ from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed, plan_without_overlap
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
+from tests.unit.training.configs import config_with
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +86,7 @@ def make(monkeypatch):
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
-        config = LancetConfig(cache=cache_dir or CacheChoice.OFF, attention=attention)
+        config = config_with(cache=cache_dir or CacheChoice.OFF, attention=attention)
         maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
         maker.made_for()
         maker.notes = notes

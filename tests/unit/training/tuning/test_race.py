@@ -147,7 +147,7 @@ def test_attention_kernel_can_win_alone():
     race = race_of(TWO, kernel=True)
     run(race, {BASE: 200, KERNEL.plan: 150, TWO: 190})
     assert race.winner == KERNEL
-    assert race.kernel_gain == pytest.approx(200 / 150)
+    assert race.gain_of(KERNEL) == pytest.approx(200 / 150)
 
 
 def test_winner_gets_an_attention_kernel_that_pays():
@@ -171,6 +171,18 @@ def test_kernel_that_does_not_pay_is_tried_with_nothing(step_ms):
     race = race_of(PAIRS, kernel=True)
     assert len(run(race, {BASE: 200, PAIRS: 150, **step_ms})) == 3 * MIN_TURNS
     assert race.winner.plan == PAIRS
+
+
+def test_gain_compares_the_turns_that_both_had():
+    """No overlap leaves after two turns, and the machine is slower in the others."""
+    race = race_of(TWO, FOUR)
+    for _ in range(MIN_TURNS):
+        for step_ms in (200, 150, 150.5):
+            turn(race, dict.fromkeys((BASE, TWO, FOUR), step_ms))
+    run(race, {TWO: 300, FOUR: 300.5})
+    assert race.stats_of(Candidate(TWO)).step_ms == 300
+    assert race.gain_of(Candidate(TWO)) == pytest.approx(200 / 150)
+    assert race.gain_of(None) is None
 
 
 def test_sequence_chunks_have_the_kernel_already():

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from megatron_lancet.lab.plan_text.plan_text import relative_weight_grad, tiles_in_words
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.report.planning.plan_text import relative_weight_grad, tiles_in_words
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import ranges
@@ -45,9 +45,17 @@ def pairing_line(explanation: Explanation) -> str:
     paired = "each backward is paired with the next forward"
     alone = "micro-batches run one after the other"
     chosen, other = (paired, alone) if explanation.plan.is_paired else (alone, paired)
-    if explanation.other_pairing_ms is None:
+    other_ms = other_pairing_ms(explanation)
+    if other_ms is None:
         return f"pairing: {chosen}"
-    return f"pairing: {chosen}; if {other}, the best plan takes {explanation.other_pairing_ms:.1f} ms"
+    return f"pairing: {chosen}; if {other}, the best plan takes {other_ms:.1f} ms"
+
+
+def other_pairing_ms(explanation: Explanation) -> float | None:
+    """Predicted step time of the best plan that is paired if this one is not, or the other way round, if one fits."""
+    is_paired = explanation.plan.is_paired
+    fitting = (one for one in explanation.others if one.fits and one.plan.is_paired != is_paired)
+    return min((one.prediction.step_ms for one in fitting), default=None)
 
 
 def dispatch_line(explanation: Explanation) -> str:

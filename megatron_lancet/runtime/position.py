@@ -1,16 +1,17 @@
 """The position of a rank whose forwards and backwards run one after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.plan import Plan
 
 
 class Position:
-    """The last op of a rank.
-
-    :class:`~megatron_lancet.runtime.progress.pairing.Pairing` also lets forwards are paired with backwards.
+    """The last op of a rank. Another class of ``registry.py`` may also pair forwards with backwards.
 
     Attributes:
         trace: trace of the current step, None while nothing is recorded.
@@ -50,6 +51,19 @@ class Position:
             description: says what was done with an op.
         """
         return "before the first all-to-all" if self._last is None else description(*self._last)
+
+    @classmethod
+    def steps(cls, stages: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+        """Inside the context Megatron's training steps run by the plans of ``stages``, this rank's pipeline stages."""
+        return nullcontext()
+
+    @classmethod
+    def on_threads(cls, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+        """Inside, each thread that runs a part of a step runs it inside a context of its own."""
+        return nullcontext()
+
+    def run_by(self, stages: Sequence[Any], plan: Plan) -> None:
+        """Runs steps by ``plan``, which the pipeline stages of this rank have, from the next one on."""
 
     def forward_waits(self) -> None:
         """Called in front of each wait of a forward."""

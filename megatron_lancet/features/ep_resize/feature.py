@@ -7,15 +7,64 @@ optimizer of their own. The sums are the same, over the same ranks.
 """
 
 import argparse
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.flags import CheckedFlags, flag
+from megatron_lancet.training.megatron import checkpoint_patches
+from megatron_lancet.training.run import Run, StockRun
 
 _FLAG = "--lancet-separate-expert-grads"
+
+
+@dataclass(frozen=True)
+class EpResizeFlags(CheckedFlags):
+    """Whether experts have gradients and an optimizer of their own."""
+
+    separate_expert_grads: bool = flag(
+        False,
+        parsed_as=bool,
+        help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
+        "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
+    )
+
+
+class EpResize(Feature):
+    """``--lancet-separate-expert-grads``."""
+
+    name = "ep_resize"
+    flags = EpResizeFlags
+
+    def check_arguments(self, args: argparse.Namespace, config: LancetConfig) -> None:
+        """Refuses a flag without effect."""
+        check_separate_expert_grads(args)
+
+    def enter(self, facts: RunFacts, stack: ExitStack) -> None:
+        """Checks the checkpoint that Megatron loads."""
+        check = functools.partial(check_checkpoint, facts.args)
+        stack.enter_context(checkpoint_patches.arguments_before_loading(check))
+
+    def start(self, run: Run) -> "SeparateExpertGrads | None":
+        """Keeps the experts of a run apart."""
+        is_asked = run.config.of(EpResizeFlags).separate_expert_grads
+        return SeparateExpertGrads() if is_asked and isinstance(run, StockRun) else None
+
+
+class SeparateExpertGrads(ActiveFeature):
+    """A run of stock modules whose experts have gradients of their own."""
+
+    def prepare_stock(self, stages: Sequence[Any]) -> None:
+        """Marks the experts' weights."""
+        separate_expert_grads(stages)
 
 
 def check_separate_expert_grads(args: argparse.Namespace) -> None:
@@ -63,3 +112,6 @@ def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
             f"{sizes}, and its distributed optimizer state is sharded by rank. Save it with "
             "--dist-ckpt-optim-fully-reshardable."
         )
+
+
+EP_RESIZE = EpResize()

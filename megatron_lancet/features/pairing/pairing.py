@@ -1,15 +1,20 @@
 """Pairs the backward of a micro-batch with the forward of the next, in the turns of ``schedule/pairing.py``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_lancet.runtime.progress.lane import Forward, ForwardLane
-from megatron_lancet.runtime.progress.position import Position
+from megatron_lancet.features.pairing.lane import Forward, ForwardLane
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.position import Position
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.pairing import PairedTurns
+from megatron_lancet.schedule.plan import Plan
+
+ASKED_BY = "overlap_moe_expert_parallel_comm"
+"""Field of Megatron's configuration of a model that selects its schedules for pairs. Our layers do not read it."""
 
 
 @dataclass
@@ -95,6 +100,27 @@ class Pairing(Position):
     def is_on(self) -> bool:
         """Whether forwards and backwards of a step are under way on two threads."""
         return self._pair is not None or not self.lane.is_idle
+
+    @classmethod
+    def steps(cls, stages: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
+        """Inside the context steps by a plan with pairing run in pairs."""
+        # Planning tools and the virtual GPU read this file without Megatron's schedules.
+        from megatron_lancet.features.pairing.schedules import paired_schedules
+
+        return paired_schedules(stages)
+
+    @classmethod
+    def on_threads(cls, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+        """Inside, the thread of each forward runs it inside a context of its own."""
+        return replaced(ForwardLane, "on_thread", context)
+
+    def run_by(self, stages: Sequence[Any], plan: Plan) -> None:
+        """Makes Megatron run the next steps by the schedules for pairs, or by the schedules without them.
+
+        Megatron validates the field when it makes the configuration; its conditions are those of its own overlap.
+        """
+        for stage in stages:
+            setattr(stage.config, ASKED_BY, plan.is_paired)
 
     def add(self, run: Callable[[], Any], number: int, at_end: bool, num_waits: int) -> MicroBatch:
         """Queues a micro-batch's forward.

@@ -21,29 +21,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage, is_vp_last_stage
 
+from megatron_lancet.features.pairing.pairing import MicroBatch, Pairing
 from megatron_lancet.model.gpt import LanguageModel, num_forward_waits
 from megatron_lancet.patching import around
-from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
-
-ASKED_BY = "overlap_moe_expert_parallel_comm"
-"""Field of Megatron's configuration of a model that selects these schedules. Our layers do not read it."""
-
-
-def ask_for_pairs(stages: Sequence[LanguageModel], is_paired: bool) -> None:
-    """Makes Megatron run the next steps by the schedules for pairs, or by those without them.
-
-    Megatron validates the field when it makes the configuration; its conditions belong to its own overlap.
-
-    Args:
-        stages: the pipeline stages of this rank.
-    """
-    for stage in stages:
-        setattr(stage.config, ASKED_BY, is_paired)
 
 
 @contextmanager
 def paired_schedules(stages: Callable[[], Sequence[LanguageModel]]) -> Iterator[None]:
-    """Inside the context steps for which :func:`ask_for_pairs` asks run in pairs.
+    """Inside the context steps by a plan with pairing run in pairs, see :meth:`Pairing.run_by`.
 
     Args:
         stages: returns the pipeline stages of this rank, which run a plan.
@@ -90,7 +75,7 @@ def _run_without_pipeline(stage: LanguageModel, call: SimpleNamespace) -> tuple[
         What Megatron's function does: the data of all losses, and the number of tokens.
     """
     assert not call.forward_only
-    pairing = stage.decoder.comm.pairing
+    pairing = stage.decoder.comm.progress
     last = call.num_microbatches - 1
     num_tokens_of_step = call.total_num_tokens
 
@@ -152,7 +137,7 @@ class _Interleaved:
         Returns:
             What Megatron's function does: the forward's output and the gradient of the backward's input.
         """
-        pairing = self._stages()[0].decoder.comm.pairing
+        pairing = self._stages()[0].decoder.comm.progress
         has_forward, has_backward = call.f_virtual_microbatch_id is not None, call.b_virtual_microbatch_id is not None
         if call.f_virtual_microbatch_id == 0:
             self._open.clear()

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.schedule.documents.largest_first import largest_first
+from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.documents.largest_first import largest_first
 
 Bin = tuple[int, ...]
 """Indices of samples, ascending."""

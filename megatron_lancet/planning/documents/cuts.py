@@ -4,8 +4,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.schedule.chunk_sizes import most_chunks
-from megatron_lancet.schedule.documents.cost import DocumentCost
 
 NEAR = 0.1
 """Distance of a document's end from the place of equal cost up to which it is taken, as a share of a chunk's cost. A

@@ -1,0 +1,1 @@
+"""Resuming with another expert-parallel size: ``--lancet-separate-expert-grads``."""

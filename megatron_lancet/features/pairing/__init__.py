@@ -1,0 +1,1 @@
+"""Pairing: the backward of each micro-batch runs beside the forward of the next one."""
