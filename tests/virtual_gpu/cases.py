@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +50,9 @@ COMM_LATE = (("comm",),)
 DDP_LATE = (("DDP",), ("NCCL",))
 NCCL_LATE = (("NCCL",),)
 WITHOUT_COUNTS = (*COMPUTE_LATE, *COMM_LATE, *DDP_LATE)
+
+
+SMALL: dict[str, Any] = {"num_layers": 2}
 
 
 def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
@@ -141,6 +145,18 @@ CASES: dict[str, Case] = {
 }
 """Cases with Megatron's local layers, by name."""
 
+IN_THREE_LAYERS = ("gaps", "segments", "plan-switches", "dense-first-layer", "pipeline")
+"""Parts of the names of cases that need, or name, a third layer; two layers show the order between layers as well."""
+
+
+def in_two_layers(cases: dict[str, Case]) -> dict[str, Case]:
+    """The cases, with models of two layers where that is enough."""
+    return {
+        name: case if {*name.split("/")} & {*IN_THREE_LAYERS} else replace(case, overrides={**SMALL, **case.overrides})
+        for name, case in cases.items()
+    }
+
+
 TE_CASES: dict[str, Case] = {
     "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
     "te/paired": paired_case([PAIRED], {**TE, "bf16": True}, late=(("compute",),)),
@@ -154,7 +170,7 @@ TE_CASES: dict[str, Case] = {
 }
 """Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, also with local layers."""
 
-SMALL: dict[str, Any] = {"num_layers": 2}
+CASES, TE_CASES = in_two_layers(CASES), in_two_layers(TE_CASES)
 
 
 class _Early:

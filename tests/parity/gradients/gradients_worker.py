@@ -3,11 +3,9 @@
 import copy
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -275,12 +273,7 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
-def compare_case(
-    case: Case,
-    disturb=None,
-    config: Mapping[str, Any] = MappingProxyType({}),
-    nodes: Nodes | None = None,
-) -> dict[str, Any]:
+def compare_case(case: Case, disturb=None, config: dict[str, Any] | None = None, nodes: Nodes | None = None):
     """:func:`compare_plan` of a case.
 
     Args:
@@ -288,7 +281,7 @@ def compare_case(
         config: sizes of the layout.
     """
     return compare_plan(
-        {**config, **case.overrides},
+        {**(config or {}), **case.overrides},
         case.plan,
         erratic_wire if case.disturbed else disturb,
         comm_dtype=case.comm_dtype,

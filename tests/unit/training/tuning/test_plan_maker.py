@@ -136,7 +136,7 @@ def with_step(profile, share: float = 1.0):
     return replace(profile, measured_steps_ms={str(PRESENT): share * predicted_ms})
 
 
-def test_kept_profile_needs_links_and_shares_only(make, monkeypatch, tmp_path):
+def test_kept_profile_still_measures_links_and_shares(make, monkeypatch, tmp_path):
     first, _ = profiled(make(cache_dir=tmp_path / "cache"))
     monkeypatch.setattr(Run, "result", with_step(PROFILE))
     again = make(cache_dir=tmp_path / "cache")
