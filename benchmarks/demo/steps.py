@@ -26,9 +26,9 @@ class RankStep:
         reduced_ms: part of it in which compute waited for gradient reductions.
         sent_bytes: bytes that all-to-alls sent to the other rank.
         num_tokens: tokens of all ranks.
+        timeline: of this step; None if it was not traced.
         plan: under which the next step runs, as text; ``stock`` for Megatron's modules.
         is_settled: whether the run has its final plan.
-        timeline: of this step; None if it was not traced.
     """
 
     step: int
@@ -38,9 +38,9 @@ class RankStep:
     reduced_ms: float
     sent_bytes: int
     num_tokens: int
+    timeline: RankTimeline | None = None
     plan: str = "stock"
     is_settled: bool = True
-    timeline: RankTimeline | None = None
 
     @staticmethod
     def parse(line: str) -> "RankStep":

@@ -14,6 +14,8 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
+    "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
+    "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the command line that Megatron's parser reads
     "lab/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
     "testkit/mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one

@@ -1,1 +1,1 @@
-"""Pairing: the backward of each micro-batch runs beside the forward of the next one."""
+"""Pairing: the backward of each micro-batch is paired with the forward of the next."""

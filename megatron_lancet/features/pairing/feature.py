@@ -1,4 +1,4 @@
-"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can run beside the next forward."""
+"""Pairing in a run, ``--lancet-pairing``: whether the backward of a micro-batch can be paired with the next forward."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _ASKED = "lancet_pairing_asked"
 
 
 class PairingChoice(StrEnum):
-    """Whether the backward of each micro-batch runs beside the forward of the next one."""
+    """Whether the backward of each micro-batch is paired with the forward of the next."""
 
     ON = "on"
     """In every plan."""
@@ -38,9 +38,9 @@ class PairingFlags(CheckedFlags):
         None,
         **words(PairingChoice, none_word="auto"),
         limits_plan=True,
-        help="with gradient accumulation, run the backward of each micro-batch beside the forward of the next one, so "
-        "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
-        "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
+        help="with gradient accumulation, interleave the backward of each micro-batch with the forward of the next, so "
+        "one computes while messages of the other are in flight; needs no chunks. auto (default): the plan "
+        "chooses; a fixed plan pairs if --overlap-moe-expert-parallel-comm is given and pairing is possible.",
     )
 
 

@@ -117,7 +117,7 @@ class Pairing(Position):
     def run_by(self, stages: Sequence[Any], plan: Plan) -> None:
         """Makes Megatron run the next steps by the schedules for pairs, or by the schedules without them.
 
-        Megatron validates the field when it makes the configuration; its conditions are those of its own overlap.
+        Megatron validates the field when it makes the configuration; its conditions belong to its own overlap.
         """
         for stage in stages:
             setattr(stage.config, ASKED_BY, plan.is_paired)

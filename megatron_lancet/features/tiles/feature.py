@@ -1,4 +1,4 @@
-"""Tiles in a run, ``--lancet-tiles``: in how many parts rows may go to other ranks, and why not."""
+"""Tiles in a run, ``--lancet-tiles``: how many tiles a dispatch may have, and why not."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -40,9 +40,9 @@ class TilesFlags(CheckedFlags):
         none_word="auto",
         limits_plan=True,
         metavar="{auto,N}",
-        help="send the rows of a chunk to other ranks in N tiles, each a message of its own: the experts work on the "
-        "rows that stay and on the first tile while others are on the way, and outputs go back tile by tile. 0: one "
-        "message of all rows. auto (default): the plan chooses, for whole micro-batches; a fixed plan has none.",
+        help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile "
+        "while the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a "
+        "fixed plan has no tiles.",
     )
 
 

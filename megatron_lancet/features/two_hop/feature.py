@@ -36,11 +36,11 @@ class NodeFlags(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
-        advice="Without the flag the launcher says it.",
+        advice="Defaults to the launcher's value.",
         unchecked="",
-        help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. By "
-        "default what the launcher says (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); in a mocked world "
-        "and in a dry run unknown.",
+        help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. "
+        "Default: the launcher's value (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); unknown in a mocked "
+        "world and in a dry run.",
     )
 
 
@@ -141,12 +141,12 @@ def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | 
     for one in Dispatch.known().values():
         unknown = one.blocker(layout_of(args, config, None))
         if unknown is not None and one.blocker(layout_of(args, config, SOME_NODES)) is None:
-            return f"not dispatch={one}: {unknown.reason} ({FLAG} says it)"
+            return f"not dispatch={one}: {unknown.reason} ({FLAG} sets it)"
     return None
 
 
 def check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
-    """Check that all ranks think of the same nodes, and that those of a node are on one host.
+    """Check that all ranks assume the same nodes, and that the ranks of a node are on one host.
 
     Several nodes may be on one host, as in a test on one machine.
 

@@ -65,7 +65,7 @@ def report(findings: Findings) -> str:
 
 
 def always_pairs(plan: DescribedPlan) -> bool:
-    """Whether the run runs backwards beside forwards, whatever tuning finds."""
+    """Whether the run pairs backwards with forwards, whatever tuning finds."""
     if plan.limits is not None:
         return plan.limits.pairing == (True,)
     return plan.plan is not None and plan.plan.is_paired

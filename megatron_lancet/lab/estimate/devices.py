@@ -48,7 +48,7 @@ class Rate(StrEnum):
 
     PRODUCT = "matrix products"
     GROUPED = "experts' products"
-    ATTENTION = "attention"
+    ATTENTION = "attention's products"
     NONE = "memory traffic"
 
 

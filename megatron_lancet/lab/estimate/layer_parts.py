@@ -16,22 +16,22 @@ from megatron_lancet.training.saved_tensors import FP32_BYTES, is_gated, value_b
 
 LAUNCHES = {
     "local": {
-        "norm": (1.0, 2.0),
+        OpKind.NORM: (1.0, 2.0),
         "positions": (27.0, 22.0),
         "router": (25.0, 16.0),
         "rows": (11.0, 4.0),
         "act": (12.0, 2.0),
         "sums": (2.0, 1.0),
-        "experts": 0.0,
+        OpKind.EXPERTS: 0.0,
     },
     "transformer_engine": {
-        "norm": (1.0, 2.0),
+        OpKind.NORM: (1.0, 2.0),
         "positions": (4.0, 4.0),
         "router": (20.0, 12.0),
         "rows": (12.0, 4.0),
         "act": (1.0, 1.0),
         "sums": (4.0, 3.0),
-        "experts": 0.25,
+        OpKind.EXPERTS: 0.25,
     },
 }
 """Kernels of an op's part, forward and backward, by ``--transformer-impl``. Those of local layers were counted on the
@@ -123,7 +123,7 @@ class LayerParts:
         return launches
 
     def _norm(self, residual: float) -> Part:
-        return elementwise(2 * residual, 4 * residual, self._of("norm"), "layernorm")
+        return elementwise(2 * residual, 4 * residual, self._of(OpKind.NORM), "layernorm")
 
     def _gather(self, piece: Piece, *modules: str) -> Part:
         """Gathers the tokens of a tensor-parallel group; reductions send as many bytes."""
@@ -211,7 +211,7 @@ class LayerParts:
         width, inner = args.hidden_size * value, args.moe_ffn_hidden_size / etp
         rows *= etp  # each holder of a part of an expert works on the rows of all
         gates = 2 if is_gated(args) else 1
-        cost = self._launches["experts"]
+        cost = self._launches[OpKind.EXPERTS]
         assert isinstance(cost, float)
         launches = max(1.0, cost * self.local_experts)
         yield exchange(rows * width, etp, "moe")

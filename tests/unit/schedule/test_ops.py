@@ -32,6 +32,7 @@ SPELLED_ELSEWHERE = {
     "training/plan/support.py": {"mlp", "shared_experts"},  # the same
     "training/saved_tensors.py": {"mlp", "shared_experts"},  # the same
     "lab/check/shrink.py": {"mlp", "shared_experts"},  # the same
+    "lab/estimate/layer_parts.py": {"mlp", "shared_experts"},  # the same
     # Values of --lancet-range: what runs in chunks.
     "schedule/plan.py": {str(OverlapRange.EXPERTS)},
     "profiler/facts.py": {"experts"},  # a word of a profile's name

@@ -49,6 +49,7 @@ class Expected:
         active: billions of parameters that are active per token.
         may_pair: whether a plan may pair micro-batches: not in pipelines without virtual stages.
         is_cut: False with one sample in a micro-batch and sequence parallelism: only pairing overlaps forwards.
+        is_short: whether its script has fewer steps than tuning takes.
         stock: why the run keeps stock modules; the others overlap as they are.
     """
 
@@ -57,6 +58,7 @@ class Expected:
     active: float
     may_pair: bool = True
     is_cut: bool = True
+    is_short: bool = False
     stock: str = ""
 
 
@@ -68,8 +70,8 @@ LISTED = {
     "modelzoo_deepseek_v3_h100_128k": Expected(256, 683.75, 39.35, is_cut=False),
     "modelzoo_deepseek_v3_h100_a2aoverlap": Expected(512, 682.64, 38.24, is_cut=False),
     "mcore_ft_top2router_tp2_ep": Expected(4, 0.24, 0.09),
-    "mcore_ft_selective_recompute_pp2_ep4": Expected(8, 1.94, 0.71),
-    "mcore_ft_cp2_pp2_ep2_sinkhorn": Expected(4, 0.14, 0.06, may_pair=False),
+    "mcore_ft_selective_recompute_pp2_ep4": Expected(8, 1.94, 0.71, is_short=True),
+    "mcore_ft_cp2_pp2_ep2_sinkhorn": Expected(4, 0.14, 0.06, may_pair=False, is_short=True),
 }
 
 
@@ -96,6 +98,9 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
     if expected.stock:
         assert findings.plan[0].startswith(f"off: {expected.stock} does not work")
         findings = dry_run(name, without=(expected.stock,))
+    if expected.is_short:
+        assert "(fixed: 50 steps are fewer than the " in findings.plan[0]
+        findings = dry_run(name, "--train-iters", 500)
     assert findings.plan[0].startswith("auto (tuned during training)")
     _, _, may, *others = findings.plan
     assert may.endswith("; micro-batches not paired" + " or paired" * expected.may_pair)
@@ -276,10 +281,10 @@ def test_dry_run_shows_the_plan(dry_run):
         "would keep 8 micro-batches in place of 4"
     )
     fixed_line = f"chunks=2 dim=sequence range=stack dw=fill dw-window=4; not paired, because {reason}"
-    short_runs = "runs shorter than 41 steps (fewer with a cached profile) use"
+    short_runs = "runs shorter than 76 steps (fewer with a cached profile) use"
     assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
     no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
-    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 41 steps use {fixed_line}"
+    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 76 steps use {fixed_line}"
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
     assert fixed.plan == [f"chunks=4 dim=sequence range=stack dw=none dw-window=0; not paired, because {reason}"]
     assert f"not pairing: {reason}" in findings.plan
