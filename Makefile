@@ -10,7 +10,7 @@ SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup
 # Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
 PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-# All unit tests but slow ones; and against stock Megatron: gradients with one chunk and more in a mocked world and on two
+# All unit tests but slow and thorough ones; and against stock Megatron: gradients with one chunk and more in a mocked world and on two
 # gloo ranks, losses of the real training loop.
 LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
@@ -38,7 +38,7 @@ help:
 	@echo "             show both: three to five minutes; DEMO=long trains a larger one for longer, without comparison"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
-	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
+	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most two minutes on two idle cores"
 	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
 	@echo "                    SEED=number repeats a run"
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
@@ -67,7 +67,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))
 
 test-quick: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(QUICK)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not thorough" $(QUICK)
 
 test-nightly: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \

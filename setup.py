@@ -25,7 +25,7 @@ setup(
     # tools/ is a folder of scripts in a checkout and a part of the package where that is installed.
     packages=[*find_packages(include=["megatron_lancet", "megatron_lancet.*"]), "megatron_lancet.tools"],
     package_dir={"megatron_lancet.tools": "tools"},
-    package_data={"megatron_lancet.lab.views": ["page/*"]},
+    package_data={"megatron_lancet.lab.views": ["page/*"], "megatron_lancet.lab.estimate": ["published.json"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",

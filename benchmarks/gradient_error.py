@@ -1,7 +1,7 @@
-"""How far gradients are from those of stock Megatron: the one definition that all tests and benchmarks share.
+"""How far gradients are from stock Megatron's: the one definition that all tests and benchmarks share.
 
 Every error is a non-negative float, never NaN: what cannot be compared is infinitely far away. So ``max`` and ``<=``
-see it, whatever else is compared beside it.
+see it, whatever else is compared next to it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ DW_MS: dict[str, float] = {OpKind.ATTENTION: 3.0, OpKind.EXPERTS: 6.0, OpKind.ML
 
 @dataclass(frozen=True)
 class Machine:
-    """A made-up model and machine. Times are of a whole micro-batch; a chunk takes its part and ``overhead_ms``.
+    """A made-up model and machine. Times are of an unchunked micro-batch; a chunk takes its part and ``overhead_ms``.
 
     Attributes:
         layers: letters of the model's layers: ``m`` for MoE, ``d`` for dense; ``*``, ``E``, ``-`` for a hybrid model's.
@@ -42,12 +42,12 @@ class Machine:
         dw_ms: weight gradients of a layer kind's ops, by op.
         shares: of routed rows by rank.
         num_nodes: on which the ranks are, equally many on each.
-        between_nodes: time of a byte between nodes over that of a byte to all ranks, where there are several nodes.
+        between_nodes: time of a byte between nodes over the time of a byte to all ranks, where there are several nodes.
         inside_node: the same for a byte inside a node.
         topk: experts of a token, of two for each rank.
-        tiles: of a plan that was profiled, too; 0 for none. A part of the experts takes its part of the time and
+        tiles: of another profiled plan; 0 for none. A part of the experts takes its part of the time and
             ``overhead_ms``.
-        pinned_bytes: of one dW of a whole micro-batch.
+        pinned_bytes: of one dW of an unchunked micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.
     """
 

@@ -40,7 +40,7 @@ class AttentionChoice(StrEnum):
 
 
 class CacheChoice(StrEnum):
-    """Where measured profiles are kept, other than in a folder that the user names."""
+    """Folder of measured profiles, if the user names none."""
 
     OFF = "off"
     """Profiles are not kept."""
@@ -63,9 +63,9 @@ class LancetConfig(CheckedFlags):
         read=word_or_path(PlanChoice),
         metavar="{auto,off,FILE}",
         unchecked="",
-        help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
-        "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
-        "tools/make_plan.py that was made for this model and layout.",
+        help="auto (default): measure the first steps, find the fastest plan and switch to it; with "
+        "--lancet-num-chunks use a fixed plan. off: stock Megatron modules. FILE: a plan file that "
+        "tools/make_plan.py made for this model and layout.",
     )
     num_chunks: int | None = flag(
         None,
@@ -73,31 +73,32 @@ class LancetConfig(CheckedFlags):
         at_least=1,
         limits_plan=True,
         metavar="K",
-        help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
+        help="cut each micro-batch into K chunks; 1 does not cut it. Default: the plan chooses.",
     )
     chunk_dim: ChunkDim | None = flag(
         None,
         **words(ChunkDim, none_word="auto"),
         limits_plan=True,
-        help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
-        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
-        "batch where it has enough samples.",
+        help="dimension along which micro-batches are cut: batch, sequence (a chunk attends to the keys and values of "
+        "earlier chunks, so a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan uses "
+        "batch if there are enough samples.",
     )
     range: OverlapRange | None = flag(
         None,
         **words(OverlapRange),
         limits_plan=True,
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
-        "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
-        "takes stack.",
+        help="ops that run chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
+        "layers with attention, without a wait at the end of a layer). Default: the plan chooses; a fixed plan "
+        "uses stack.",
     )
     dispatch: Dispatch | None = flag(
         None,
         **words(Dispatch, none_word="auto"),
         limits_plan=True,
-        help=f"rows that all-to-alls carry: {', '.join(f'{one} ({one.rows})' for one in Dispatch.known().values())}, "
-        f"auto (default): the plan chooses; a fixed plan takes {PLAIN}. With --moe-token-dispatcher-type flex auto "
-        f"means another one than {PLAIN}, where one is possible.",
+        help="rows of a dispatch. "
+        f"{'. '.join(f'{one}: {one.rows}' for one in Dispatch.known().values())}. auto (default): the plan "
+        f"chooses; a fixed plan uses {PLAIN}. With --moe-token-dispatcher-type flex, auto means another dispatch than "
+        f"{PLAIN} if one is possible.",
     )
     attention: AttentionChoice = flag(
         AttentionChoice.AUTO,
@@ -109,8 +110,8 @@ class LancetConfig(CheckedFlags):
         None,
         **words(DwPolicy),
         limits_plan=True,
-        help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
-        "plan chooses; a fixed plan fills.",
+        help="weight gradients: fill runs them while a backward all-to-all is in flight, none runs them immediately. "
+        "Default: the plan chooses; a fixed plan uses fill.",
     )
     dw_memory_mb: float | None = flag(
         None,
@@ -119,10 +120,10 @@ class LancetConfig(CheckedFlags):
         unit="MB",
         limits_plan=True,
         metavar="MB",
-        advice="To run weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not "
+        advice="To run weight gradients immediately pass --lancet-dw-policy none; without the flag their memory is not "
         "bounded.",
-        help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
-        "run first. By default only the plan's window bounds it.",
+        help="bound on the memory of deferred weight gradients on a rank (10^6 bytes); at the bound the oldest "
+        "run first. Default: only the plan's window bounds it.",
     )
     report_dir: Path | None = flag(
         None,
@@ -130,8 +131,8 @@ class LancetConfig(CheckedFlags):
         read=Path,
         metavar="DIR",
         unchecked="",
-        help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
-        "of a step (timeline.html, trace.json).",
+        help="write the report (report.json), the plan, the profile and the timeline of a step (timeline.html, "
+        "trace.json) to DIR.",
     )
     # The standard error of the median of ten steps is 0.4 standard deviations of a step.
     tune_steps: int = flag(
@@ -139,15 +140,16 @@ class LancetConfig(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
-        help="training steps that auto measures at a time, before and after a change of plan (default: {default}).",
+        help="training steps that auto measures at a time once it has a plan; a turn in the race of plans measures a "
+        "third of them (default: {default}).",
     )
     cache: CacheChoice | Path = flag(
         CacheChoice.AUTO,
         read=word_or_path(CacheChoice),
         metavar="DIR",
         unchecked="",
-        help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
-        "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
+        help="folder of measured profiles, which later runs of the same model on the same device use; off: no "
+        "folder. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
     )
     profile: Path | None = flag(
         None,
@@ -155,17 +157,17 @@ class LancetConfig(CheckedFlags):
         read=Path,
         metavar="FILE",
         unchecked="",
-        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
-        "tools/profile_model.py sets it.",
+        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and exit; "
+        "tools/profile_model.py sets this flag.",
     )
 
     features: tuple[Feature, ...] = field(default=(), compare=False)
-    """Optional features that the run knows."""
+    """Optional features of the run."""
     settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)
     """Flags of these features."""
 
     def of[Settings: CheckedFlags](self, kind: type[Settings]) -> Settings:
-        """The flags of a feature; their defaults in a run that does not know it."""
+        """The flags of a feature; their defaults in a run without it."""
         found = self.settings.get(kind)
         return found if isinstance(found, kind) else kind()
 
@@ -220,9 +222,9 @@ class DryRunConfig(CheckedFlags):
         False,
         parsed_as=bool,
         unchecked="",
-        help="parse and validate everything as for a cluster with GPUs, print model size, parallel layout, memory per "
-        "GPU and plan, and end: one process, no GPU, no data needed. Files and packages that are missing here are "
-        "warnings; what the run itself would refuse is an error.",
+        help="validate the command line as for a cluster with GPUs, print model size, parallel layout, memory per "
+        "GPU and plan, and exit: needs one process, no GPU and no data. Missing files and packages are warnings; "
+        "anything that the run would refuse is an error.",
     )
     world_size: int | None = flag(
         None,
@@ -230,7 +232,7 @@ class DryRunConfig(CheckedFlags):
         at_least=1,
         metavar="N",
         unchecked="",
-        help="with --lancet-dry-run: ranks to validate for. Default: WORLD_SIZE of the environment, else the fewest "
+        help="with --lancet-dry-run: number of ranks. Default: WORLD_SIZE of the environment, else the fewest "
         "that the parallel sizes allow.",
     )
 

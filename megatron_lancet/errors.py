@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
-"""Exit status of a command that refused its input, the same as that of argparse."""
+"""Exit status of a command that refused its input, the same as argparse's."""
 
 _SIBLING_GRACE_S = 3.0
 """Delay before other ranks print an error: torchrun kills all ranks when the first one ends."""

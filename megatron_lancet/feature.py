@@ -1,4 +1,4 @@
-"""What a run asks of its optional features: a feature is one folder, and one line of the registry.
+"""The interface of optional features: a feature is one folder, and one line of the registry.
 
 The core runs the plain plan and names no feature. The entry points of the command line take the features from
 ``registry.py`` and pass them to :func:`~megatron_lancet.training.arguments.parse`; from there they are in the run's
@@ -313,7 +313,7 @@ class Feature:
         return None
 
     def note(self, facts: RunFacts) -> str:
-        """What the line on the plan says of the feature, from "; " on; empty for nothing."""
+        """The feature's part of the plan's line, from "; " on; empty for nothing."""
         return ""
 
     def missing_files(self, config: "LancetConfig") -> Iterator[str]:

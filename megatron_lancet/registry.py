@@ -58,7 +58,7 @@ _POSITION: tuple[str, ...] = (
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
 }
-"""What flags run in place of a training."""
+"""Commands that flags run in place of a training."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -90,7 +90,7 @@ def has_tiles() -> bool:
 
 
 def tiled() -> "Callable[..., Dispatch]":
-    """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
+    """Makes a dispatch with tiles: from another one, the number of tiles, and when local tokens run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
 
@@ -113,13 +113,13 @@ def model_parts() -> "tuple[ModelPart, ...]":
 
 
 def command(flag: str) -> Callable[[], None]:
-    """What a flag runs in place of a training.
+    """The command that a flag runs in place of a training.
 
     Raises:
         UsageError: the installation does not have it.
     """
     if flag not in _COMMANDS:
-        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
     run: Callable[[], None] = load(_COMMANDS[flag])
     return run
 

@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ is_alone = Alone()
 
 @contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """One test's time: beside those of other processes, or while none of them runs a test.
+    """One test's time: next to those of other processes, or while none of them runs a test.
 
     Whoever waits to be alone keeps the gate, so that those that come later don't overtake it.
     """
@@ -55,6 +56,12 @@ def pytest_configure(config):
     folders = [(config.invocation_params.dir / name.partition("::")[0]).resolve() for name in config.args]
     if not all(folder.is_relative_to(GPU_TESTS) for folder in folders):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish():
+    """Keeps imported modules and collected tests out of later garbage collections: there are millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ class FakeDevice:
     Attributes:
         now_ms: the device's time at which the next event is recorded.
         counts: calls by kind: record, wait (of a stream), query, synchronize (the host waits), elapsed.
-        log: ``wait`` for each time that the host waits, beside what the test adds.
+        log: ``wait`` for each time that the host waits, next to what the test adds.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins of the runtime's parts for tests of the parts beside them."""
+"""Stand-ins of the runtime's parts for tests of the parts next to them."""
 
 import threading
 from collections.abc import Callable, Sequence

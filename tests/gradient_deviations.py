@@ -24,7 +24,7 @@ class GradientCheck:
 
         Args:
             errors: relative error by parameter, see ``benchmarks.gradient_error``.
-            where: what to say beside the parameter, such as the rank.
+            where: what to say next to the parameter, such as the rank.
             precision: of the gradients; each one has its own line in the summary.
         """
         parameter, error = worst(errors)

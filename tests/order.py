@@ -13,6 +13,7 @@ LONGEST = (
     "tests/parity/te/test_gradients.py",
     "tests/parity/gradients/test_gradients_in_layouts.py",
     "tests/cli/benchmarks/test_demo.py",
+    "tests/features/test_deleted_features.py",
     "tests/gpu/check/test_smoke.py",
     "tests/virtual_gpu/test_cases.py",
     "tests/parity/stock_overlap/test_stock_overlap.py",

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--max-ranks", type=positive_int, default=8, metavar="N", help="most CPU ranks (default %(default)s)"
     )
-    parser.add_argument("--padding", action="store_true", help="samples end with padding, which routers are told")
+    parser.add_argument("--padding", action="store_true", help="samples end with padding, which routers mask")
     parser.add_argument(
         "--te", action="store_true", help="keep layers of Transformer Engine, where it computes without a GPU"
     )

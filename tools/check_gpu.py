@@ -29,7 +29,7 @@ NEEDED = {
     "sentencepiece": "sentencepiece",
     "tqdm": "tqdm",
 }
-"""Packages beside torch by the module that shows whether one is there."""
+"""Packages next to torch by the module that shows whether one is there."""
 _ORIGIN = "origin.json"
 
 

@@ -6,7 +6,7 @@
 
 At each all-to-all all ranks wait for the one with most rows. "most/mean" is its load over the mean of the ranks. With
 --ranks-per-node the rows that the busiest node exchanges with others count as well. Training reads the file with
---lancet-expert-placement. Replicas are for servers only: docs/design/load.md names the formats.
+--lancet-expert-placement. Replicas are for servers only: docs/features/placement.md names the formats.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("load", type=Path, metavar="FILE", help="profile from tools/profile_model.py, or a load of experts")
     add("--ep-size", type=positive_int, metavar="P", help="expert-parallel ranks (default: as measured)")
     add("--ranks-per-node", type=positive_int, metavar="L", help="count rows between nodes of L ranks (default: don't)")
-    add("--replicas", type=positive_int, metavar="R", help="places for replicas in each layer, on all ranks together")
+    add("--replicas", type=positive_int, metavar="R", help="slots for replicas in each layer, on all ranks together")
     formats = (_TRAINING, *(one.value for one in ServerFormat))
     add("--format", choices=formats, default=_TRAINING, help="who reads the file (default: training)")
     add("--output", type=Path, metavar="FILE.json", help="write the placement")

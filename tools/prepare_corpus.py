@@ -4,7 +4,7 @@
   tools/prepare_corpus.py --documents functions --output functions.jsonl
   tools/prepare_corpus.py --documents pairs --output pairs.jsonl
 
-The last two cut Python sources, by default those of the standard library, into functions: short and long documents as
+The last two cut Python sources, by default the standard library's, into functions: short and long documents as
 they occur. A pair has the keys prompt (signature and docstring) and answer (the body).
 """
 

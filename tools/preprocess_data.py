@@ -10,7 +10,7 @@ an older dataset with the same prefix.
 and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.
 
 With --prompt-key and --answer-key a line is one document: its prompt, its answer and the end of the document. Which
-tokens count as labels, those of the answer and the end, is in a second dataset, PREFIX_PROMPT_ANSWER_loss_mask.
+tokens count as labels (the answer and the end) is in a second dataset, PREFIX_PROMPT_ANSWER_loss_mask.
 
 docs/data.md says more, with examples.
 """
@@ -62,7 +62,7 @@ class Output:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All of them, those of the dataset first."""
+        """All of them, the dataset's first."""
         prefixes = (self.prefix,) if self.mask_prefix is None else (self.prefix, self.mask_prefix)
         datasets = tuple(file for prefix in prefixes for file in dataset_files(prefix))
         return datasets if self.lengths is None else (*datasets, self.lengths)
@@ -213,7 +213,7 @@ class Writer:
     def __init__(self, output: Output, files: Sequence[Path], dtype: type, open_files: ExitStack) -> None:
         """
         Args:
-            files: temporary ones for those of ``output``.
+            files: temporary files for the files of ``output``.
             dtype: of the tokens.
             open_files: closes them if the run fails.
         """

@@ -35,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--compute-slowdown",
         type=positive_float,
         metavar="FACTOR",
-        help="factor by which a message makes compute beside it slower, which a run without overlap does not show "
+        help="factor by which a message slows down concurrent compute, which a run without overlap does not show "
         "(default: by the multiprocessors that NCCL's kernels take; 1 on a CPU)",
     )
     return parser.parse_args(argv)

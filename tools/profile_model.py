@@ -4,7 +4,7 @@
     WORLD_SIZE=8 python tools/profile_model.py --output profile.json --distributed-backend mock [flags]
 
 Takes the flags of pretrain_gpt_moe.py. Runs real training steps under a few plans, on the run's own data (--mock-data
-is enough) and between its own ranks; in a mocked world the link times are those of --lancet-mock-link. Only the profile
+is enough) and between its own ranks; in a mocked world --lancet-mock-link sets the link times. Only the profile
 is saved.
 """
 

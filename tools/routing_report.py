@@ -9,7 +9,7 @@ window (median); the share of the rows that the most popular experts get; the sh
 than in the window before (drift); and two forecasts of a window's popularity, on the second half of the windows: that
 it is what the last window was, and what Lina's path table says, which is profiled on the first half. "error" is the
 mean absolute error of an expert's share, "other top" the share of windows whose most popular experts are others than
-those of the forecast.
+the forecast's.
 
 --loads takes files with measured loads instead, each a window, as tools/place_experts.py takes them. These have no
 choices of tokens, so there is no path table. docs/evaluate_generate.md says more.

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE.json", help="trace that a run saved")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: that of TRACE.json)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: next to TRACE.json)")
     parser.add_argument(
         "--rank-traces", type=Path, metavar="DIR", help="folder for one trace per measured rank (rank-N.json)"
     )

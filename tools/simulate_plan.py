@@ -1,6 +1,6 @@
 r"""Predicts a step from a profile: its timeline, or a table over layouts.
 
-By default: the timeline of one plan, in the profiled layout or that of the flags.
+By default: the timeline of one plan, in the profiled layout or in the layout of the flags.
 With --world-sizes, or several --ep-size: one line per layout, for no overlap, two chunks everywhere, and a plan.
 With --lengths: one line per way of packing documents of such lengths into micro-batches.
 
@@ -107,7 +107,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.lengths is not None and (arguments.spans or is_table):
         parser.error("--lengths predicts steps of one layout: drop --spans, --world-sizes and all but one --ep-size")
     if arguments.lengths is not None and arguments.pairing == "auto":
-        arguments.pairing = "off"  # what runs beside a micro-batch of documents is not predicted
+        arguments.pairing = "off"  # what runs next to a micro-batch of documents is not predicted
     if arguments.each_dispatch:
         if not is_table:
             parser.error("--each-dispatch adds columns to a table: pass --world-sizes or several --ep-size too")
@@ -178,7 +178,7 @@ def layout_of(
     needs_nodes = dispatch is not None and dispatch.needs_nodes
     if needs_nodes and (why_not := why_not_several_nodes(facts, layout)) is not None:
         raise UsageError(
-            f"--dispatch {dispatch} can't be followed with {world_size} ranks: {why_not}. Pass "
+            f"--dispatch {dispatch} is not possible with {world_size} ranks: {why_not}. Pass "
             "--ranks-per-node and a network, or another dispatch"
         )
     return layout

@@ -11,7 +11,7 @@ from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import fixed_plan
 
 PLAN = fixed_plan(1)
-"""Of all variants: no chunks, weight gradients beside the all-to-alls of the backward pass."""
+"""Of all variants: no chunks, weight gradients during the all-to-alls of the backward pass."""
 
 ROWS, PADDED, FIRST_FIT, BALANCED = "rows", "padded", "first-fit", "balanced"
 BASELINE = FIRST_FIT

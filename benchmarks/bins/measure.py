@@ -69,7 +69,7 @@ class _Model:
         return losses.float()
 
     def step(self, batches: Sequence[MicroBatch], num_tokens: int) -> tuple[dict[str, float], list[float], float]:
-        """One step, begun together with those of the other ranks.
+        """One step, begun together with the other ranks.
 
         Args:
             num_tokens: of the documents of all ranks, over which losses are averaged.

@@ -1,8 +1,8 @@
 """Injected causes of waits, and what is found of them: python -m benchmarks.causes (as root), or make bench-causes.
 
 Makes two network namespaces with a shaped link between them. Two ranks train a small MoE; in each run steps with and
-without one injected cause take turns: skewed routing, a busy loop beside one rank, a slower link, a sleep in the host's
-path. What is found in the traces is compared with the difference that was measured. Removes the namespaces.
+without one injected cause take turns: skewed routing, a busy loop next to one rank, a slower link, a sleep in the
+host's path. What is found in the traces is compared with the difference that was measured. Removes the namespaces.
 """
 
 import argparse

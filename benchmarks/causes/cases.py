@@ -19,7 +19,7 @@ SIZES: dict[Cause, tuple[float, ...]] = {
     Cause.HOST: (20.0, 15.0, 30.0, 10.0, 40.0),
 }
 """By cause, what is injected in each run: the share of the first of four experts; the share of a core that a busy loop
-beside rank 1 takes; the divisor of the link's rate; ms that rank 0 sleeps in front of each layer's router."""
+next to rank 1 takes; the divisor of the link's rate; ms that rank 0 sleeps in front of each layer's router."""
 _TITLES = {
     Cause.ROWS: "the routers' bias sends more rows to the first expert",
     Cause.PACE: "a busy loop runs on the core of rank 1",

@@ -32,10 +32,10 @@ def check_bug(bug: Bug) -> dict[str, Any]:
     """Checks the launch of a bug: what was found, and whether that is right."""
     shrunk = shrink(read_command_line([*BASE, *bug.flags.split()]), None, _MAX_RANKS, bug.padding)
     finding, seconds = _timed(shrunk, prepare=bug.prepare, padding=bug.padding, with_ours=bug.is_ours)
-    guilty = finding.guilt.axes if finding.guilt is not None else []
+    causes = finding.culprit.axes if finding.culprit is not None else []
     wrong = finding.ours if bug.is_ours else finding.stock
     assert wrong is not None, finding.why_not_ours
-    is_found = any(bug.shown in name for name in wrong.wrong) and set(bug.guilty) <= set(guilty)
+    is_found = any(bug.shown in name for name in wrong.wrong) and set(bug.causes) <= set(causes)
     is_found = is_found and not (bug.is_ours and finding.stock.differs)
     worst = next(iter(wrong.parameters.items()))
     return {
@@ -49,7 +49,7 @@ def check_bug(bug: Bug) -> dict[str, Any]:
         "num_wrong": len(wrong.wrong),
         "worst": worst,
         "grad_norm": wrong.grad_norm,
-        "guilty": guilty,
+        "causes": causes,
         "num_runs": finding.num_runs,
         "seconds": seconds,
     }
@@ -70,7 +70,7 @@ def check_random(seed: int) -> dict[str, Any]:
         "our_error": max(finding.ours.parameters.values()) if finding.ours is not None else None,
         "why_not_ours": finding.why_not_ours,
         "wrong": finding.stock.wrong[:5] + (finding.ours.wrong[:5] if finding.ours is not None else []),
-        "guilty": finding.guilt.axes if finding.guilt is not None else [],
+        "causes": finding.culprit.axes if finding.culprit is not None else [],
         "stock_seeds": finding.stock_seeds,
         "our_seeds": finding.our_seeds,
         "seconds": seconds,

@@ -1,7 +1,7 @@
 """Bugs that Megatron had or has, and bugs that the overlap could have, each with a launch that shows it.
 
-Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
-launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
+Bugs of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
+launch; one rank alone does not have them. Bugs of the overlap are put into its modules, which stock does not run.
 #6470 ports the fix of #5916 to another branch of Megatron: the same fault, put back in a different way.
 """
 
@@ -31,7 +31,7 @@ class Bug:
         name: issue or pull request of Megatron-LM; of the overlap what it does.
         what: what is wrong.
         flags: of a launch that shows it, behind :data:`BASE`.
-        guilty: axes and features of which it needs each.
+        causes: axes and features of which it needs each.
         shown: a part of the name of what differs, as the check calls it.
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
@@ -42,7 +42,7 @@ class Bug:
     name: str
     what: str
     flags: str
-    guilty: tuple[str, ...]
+    causes: tuple[str, ...]
     shown: str
     prepare: Prepare | None = None
     padding: bool = False
@@ -113,7 +113,7 @@ def experts_scaled_by_another_group() -> Iterator[None]:
 
 @contextmanager
 def dropped_dw() -> Iterator[None]:
-    """Every second dW of the attention's projection, which is the one of a micro-batch's last chunk, is forgotten."""
+    """Every second dW of the attention's projection, the last chunk's, is lost."""
     from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 
     number = count()
@@ -128,7 +128,7 @@ def dropped_dw() -> Iterator[None]:
 
 @contextmanager
 def swapped_combines() -> Iterator[None]:
-    """The second chunk of a layer gets what was combined for the first one, and the first one that of the second."""
+    """The second chunk of a layer gets the combined rows of the first one, and vice versa."""
     from megatron_lancet.model import transformer_block
 
     def merge_hidden(stock: Any, parts: Any, segment: Any) -> Any:

@@ -45,7 +45,7 @@ def open_folder(root: Path) -> Folder:
     """Creates the output folder and removes the results of an earlier demo from it.
 
     Raises:
-        UsageError: the folder can't be created, or has other content than that of a demo.
+        UsageError: the folder can't be created, or has content that is not a demo's.
     """
     folder = Folder(root)
     try:

@@ -38,12 +38,21 @@ class Job:
         log: gets everything that the ranks print.
     """
 
-    def __init__(self, name: str, link: Link, flags: Sequence[str], log: Path, trace: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        flags: Sequence[str],
+        log: Path,
+        trace: Sequence[int] = (),
+        options: Sequence[str] = (),
+    ) -> None:
         """Starts the ranks.
 
         Args:
             flags: of Megatron and ours.
             trace: steps whose timelines are recorded.
+            options: of :mod:`benchmarks.demo.rank`.
         """
         self.name = name
         self.log = log
@@ -51,7 +60,7 @@ class Job:
         self._is_ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
         self._ranks: list[subprocess.Popen[bytes]] = []
-        options = ["--trace", *map(str, trace)]
+        options = [*options, "--trace", *map(str, trace)]
         if link.interface is not None:
             options += ["--interface", link.interface]
         meet = link.rendezvous()

@@ -1,6 +1,6 @@
 """Trains a small GPT-MoE for longer, with a plan that is found while it trains, on the CPU or on GPUs.
 
-It uses two CPU ranks or the available GPUs, and saves, resumes and validates. Corpus and tokenizer are those of
+It uses two CPU ranks or the available GPUs, and saves, resumes and validates. Corpus and tokenizer come from
 ``data.py``.
 """
 
@@ -120,7 +120,7 @@ def train_and_resume(
     """Trains to the middle, saves, resumes from the checkpoint, trains to the end and validates.
 
     Raises:
-        UsageError: the training failed, or its log is not that of one continued run.
+        UsageError: the training failed, or its log does not show one continued run.
     """
     run = RunLog()
     middle = num_iterations // 2
@@ -157,7 +157,7 @@ def run_long(
 
     Args:
         root: output folder.
-        extra: further flags of pretrain_gpt_moe.py, which override those of the demo.
+        extra: further flags of pretrain_gpt_moe.py, which override the demo's.
 
     Raises:
         UsageError: the folder can't be used, or the training failed.

@@ -47,7 +47,7 @@ def draw(stock: RankTimeline, ours: RankTimeline, summary: Mapping[str, Any]) ->
     handles = [
         *(Patch(color=_CHUNKS[chunk % len(_CHUNKS)], label=f"chunk {chunk + 1}") for chunk in chunks),
         Patch(color=_WEIGHT_GRAD, label="deferred weight gradients"),
-        Patch(color=_WHOLE, label="whole micro-batch, reduction, optimizer"),
+        Patch(color=_WHOLE, label="unchunked micro-batch, reduction, optimizer"),
         Patch(color=_WAITING, label="compute waits"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)

@@ -2,6 +2,8 @@
 
 ``python -m benchmarks.demo.rank --core 0 --records 5 [--interface NAME] [--trace 9 13] -- MEGATRON'S FLAGS``
 
+``benchmarks.auto`` runs the same ranks, also with Transformer Engine's layers, Megatron's own messages and its overlap.
+
 Lines that come on standard input say up to which step the rank may go, and how fast the link is. A line of JSON for
 each step's times goes to the file descriptor ``--records``, after a line ``ready`` with the model's core attention.
 """
@@ -13,8 +15,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -27,6 +29,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--records", type=int, required=True, help="file descriptor that gets a line for each step")
     parser.add_argument("--interface", help="whose rate is capped; without one the transport is paced")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="steps whose timelines are recorded")
+    parser.add_argument("--te", action="store_true", help="Transformer Engine's Python with kernels in plain torch")
+    parser.add_argument("--own-messages", action="store_true", help="stock's all-to-alls are gloo's, as for a user")
+    parser.add_argument("--threads", action="store_true", help="for the streams of Megatron's own overlap")
     parser.add_argument("megatron_flags", nargs="*")
     return parser.parse_args(argv)
 
@@ -95,11 +100,18 @@ class Observer:
             "reduced_ms": self._reductions.take_waited_ms(),
             "sent_bytes": record.comm.payload_bytes,
             "num_tokens": record.num_tokens,
+            "plan": "stock" if self._run.setup.plan is None else str(self._run.setup.plan),
+            "is_settled": self._is_settled(),
             "timeline": None if timeline is None else to_plain(timeline),
         }
         self._write(json.dumps(line))
         self._wait_for(number + 1)  # a checkpoint or an evaluation would take time from the other variant's turn
         return result
+
+    def _is_settled(self) -> bool:
+        from megatron_lancet.training.run import OverlappedRun
+
+        return self._run.is_settled() if isinstance(self._run, OverlappedRun) else True
 
     def _wait_for(self, number: int) -> None:
         import torch.distributed as dist
@@ -128,30 +140,52 @@ def core_attention(stages: Sequence[Any]) -> str:
 
 
 def _train(args: argparse.Namespace, status: Any) -> None:
-    from megatron_lancet.training.megatron.versions import check_versions
-    from megatron_lancet.training.platform.detect import platform
-
-    check_versions()
-    with platform() as found, ExitStack() as stack:
+    with _device(args.te) as device, ExitStack() as stack:
         from benchmarks.demo.links.rank_link import RankLink, StockTrace
-        from megatron_lancet.patching import around
+        from benchmarks.training_step.megatron_overlap import StreamThreads, ThreadedStats
+        from megatron_lancet.patching import around, replaced
         from megatron_lancet.registry import features
         from megatron_lancet.training import job
+        from megatron_lancet.training import run as runs
         from megatron_lancet.training.megatron import patches
 
         link, stock_trace = RankLink(args.interface), StockTrace()
 
         def enter_run(stock: Any, run_stack: ExitStack, *rest: Any) -> Any:
             run = stock(run_stack, *rest)
-            observer = Observer(run, found.device, Gate(link.pace), stock_trace, link.reductions, args)
+            observer = Observer(run, device, Gate(link.pace), stock_trace, link.reductions, args)
+            if args.threads:
+                run_stack.enter_context(StreamThreads(run.stats).stand_for_streams())
             run_stack.enter_context(patches.taken_train_step(observer.observe))  # around the run's own hooks
             return run
 
         stack.enter_context(link.carries_reductions())
         stack.enter_context(link.carries_ours())
-        stack.enter_context(link.carries_stock(stock_trace))
+        if not args.own_messages:
+            stack.enter_context(link.carries_stock(stock_trace))
+        if args.threads:
+            stack.enter_context(replaced(runs, "CommStats", ThreadedStats))
         stack.enter_context(around(job, "enter_run", enter_run))
-        job.run_job(found.device, status, features=features())
+        job.run_job(device, status, features=features())
+
+
+@contextmanager
+def _device(has_te: bool) -> Iterator[Any]:
+    """The device of this rank, for which Megatron is set up; nothing has imported Megatron before."""
+    import torch
+
+    if has_te:
+        from benchmarks import te_layers
+
+        with te_layers.platform(has_te):
+            yield torch.device("cpu")
+        return
+    from megatron_lancet.training.megatron.versions import check_versions
+    from megatron_lancet.training.platform.detect import platform
+
+    check_versions()
+    with platform() as found:
+        yield found.device
 
 
 def main() -> None:

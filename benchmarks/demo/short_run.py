@@ -117,7 +117,7 @@ def results_of(folder: Folder, comparison: Comparison, num_steps: int) -> dict[s
     """The results of both trainings for summary.json.
 
     Raises:
-        UsageError: a log is not that of one continued run, or the losses are not equal.
+        UsageError: a log does not show one continued run, or the losses are not equal.
     """
     logs = {STOCK: folder.stock_log, OURS: folder.train_log}
     runs = {variant: run_of(log) for variant, log in logs.items()}

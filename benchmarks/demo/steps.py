@@ -26,6 +26,8 @@ class RankStep:
         reduced_ms: part of it in which compute waited for gradient reductions.
         sent_bytes: bytes that all-to-alls sent to the other rank.
         num_tokens: tokens of all ranks.
+        plan: under which the next step runs, as text; ``stock`` for Megatron's modules.
+        is_settled: whether the run has its final plan.
         timeline: of this step; None if it was not traced.
     """
 
@@ -36,6 +38,8 @@ class RankStep:
     reduced_ms: float
     sent_bytes: int
     num_tokens: int
+    plan: str = "stock"
+    is_settled: bool = True
     timeline: RankTimeline | None = None
 
     @staticmethod

@@ -23,7 +23,7 @@ SHAPE = Shape(layers=2, hidden=256, experts=16, topk=2, seq_length=256, micro_ba
 
 
 def zipf_shares(num_experts: int) -> list[float]:
-    """Share of the rows that each expert is to get in the mean of all batches: that of number n is as 1 / n."""
+    """Share of the rows that each expert is to get in the mean of all batches: in proportion to 1 / n for number n."""
     weights = [1 / number for number in range(1, num_experts + 1)]
     return [weight / sum(weights) for weight in weights]
 

@@ -30,12 +30,12 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Plan
 
 _TOPIC = 64
-"""Half of a batch's tokens are of so many ids, which are others in each batch: experts' popularity drifts."""
+"""Half of a batch's tokens have ids out of this many, which change in each batch: experts' popularity drifts."""
 _WARM_UP_BATCHES = 2
 _RATE_CORRECTIONS = 3
 _BATCHES_PER_RATE = 5
 _OTHER_TRAFFIC, _OTHER_TRAFFIC_BYTES = 0.02, 50_000
-"""On the wire beside rows: headers, a share of them; counts, and what each message costs."""
+"""On the wire next to rows: headers, a share of them; counts, and what each message costs."""
 
 
 def skewed_text(shape: Shape, num_batches: int, num_ranks: int) -> TokenStream:

@@ -1,4 +1,4 @@
-"""What HTA computes from our traces, beside our own figure: python -m benchmarks.from_trace.hta_overlap TRACE.json.
+"""What HTA computes from our traces, next to our own figure: python -m benchmarks.from_trace.hta_overlap TRACE.json.
 
 HTA (Holistic Trace Analysis) is no dependency of the project. Install it into an environment of its own:
 

@@ -28,7 +28,7 @@ class Pair:
     Attributes:
         name: of the op or message.
         own_ms: our profiler's.
-        trace_ms: that of the traces.
+        trace_ms: time of the traces.
         times: how often it is in a step.
     """
 
@@ -75,7 +75,7 @@ class CaseSummary:
     """One case.
 
     Attributes:
-        whole: ops of whole micro-batches, each weight gradient included.
+        whole: ops of unchunked micro-batches, each weight gradient included.
         chunks: ops of chunks, which a trace of stock does not have.
         messages: by what is sent.
     """

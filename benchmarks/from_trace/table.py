@@ -42,7 +42,7 @@ def _description(case: CaseSummary) -> str:
     near = sum(pair.is_equal for pair in case.whole)
     return (
         f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s, {case.num_repeats} repeats; stock's step {case.stock_ms:.0f} "
-        f"ms without a profiler. Of {len(case.whole)} ops of whole micro-batches {near} are within {WANTED:.0%} or "
+        f"ms without a profiler. Of {len(case.whole)} ops of unchunked micro-batches {near} are within {WANTED:.0%} or "
         f"{SMALL_MS} ms of our profiler's (median difference {median_difference(case.whole):.1%}; all compute of a "
         f"step {case.total.difference:+.1%}). Chunks, which a stock run does not have, are estimated: median "
         f"difference {median_difference(case.chunks):.1%}.{disturbed if case.is_disturbed else ''}"

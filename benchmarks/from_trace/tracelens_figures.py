@@ -1,4 +1,4 @@
-"""What TraceLens computes from our traces, beside our figures: python -m benchmarks.from_trace.tracelens_figures.
+"""What TraceLens computes from our traces, next to our figures: python -m benchmarks.from_trace.tracelens_figures.
 
 TraceLens (AMD-AGI/TraceLens) is no dependency of the project, and the package of this name on PyPI is another one. Get
 it into an environment of its own as its README says, and name the interpreter:

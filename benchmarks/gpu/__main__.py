@@ -5,7 +5,7 @@
 One process plays rank 0 of an expert-parallel group. Messages go through its memory and take the time that a link model
 gives them, on a stream of their own; all else is Megatron's real model and step. A step is the forward and backward of
 some micro-batches, without a reduction of gradients and without the optimizer. Before anything is timed, every
-variant's gradients must be as close to those of stock in fp32 as stock's own bf16 gradients are.
+variant's gradients must be as close to stock's in fp32 as stock's own bf16 gradients are.
 
 Exposed is the time during which a message is on its way and no kernel of the model runs: from the trace of
 torch.profiler, in rounds of their own. On a CPU, where only the size "tiny" runs, it is the time spent waiting.
@@ -63,7 +63,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant on each link (20)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed ones before (3)")
     parser.add_argument("--traced", type=int, default=3, help="steps of each under the profiler, on a GPU (3)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample; FILE.jsonl beside it grows as it goes")
+    parser.add_argument("--output", type=Path, help="JSON with every sample; FILE.jsonl next to it grows as it goes")
     return parser.parse_args(words)
 
 

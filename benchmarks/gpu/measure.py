@@ -127,7 +127,7 @@ class Measurement:
         self._check_stock()
 
     def _compare_gradients(self) -> None:
-        """Gradients of the last warm-up step against those of stock in fp32, on the same weights and data."""
+        """Gradients of the last warm-up step against stock's in fp32, on the same weights and data."""
         exact = Runner(Variant.named(STOCK), replace(self._work, bf16=False))
         exact.copy_weights(self._runners[STOCK])
         self._step_ms(exact)
@@ -190,7 +190,7 @@ class Measurement:
             return communication_of(json.loads(path.read_text()))
 
     def _step_ms(self, runner: Runner) -> float:
-        """Time of a step; that of clearing the gradients is not in it."""
+        """Time of a step, without the time to clear the gradients."""
         runner.reset_gradients()
         with self._watch():
             return elapsed_ms(runner.step, self._work.device)

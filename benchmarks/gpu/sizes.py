@@ -1,6 +1,6 @@
 """Models that are measured.
 
-GPT2-S and GPT2-L are those of the Lancet paper: MoE in every other block, two experts per GPU, sequence 512, one expert
+GPT2-S and GPT2-L come from the Lancet paper: MoE in every other block, two experts per GPU, sequence 512, one expert
 per token. Micro-batches are chosen here, and no token is dropped, unlike with the paper's gates.
 """
 

@@ -19,7 +19,7 @@ class Samples:
         exposed_ms: of the communication of a step. On a GPU from rounds of their own, under the profiler.
         wire_ms: for which a message was on its way; empty where only waiting can be measured.
         idle_ms: for which the device had neither a kernel nor a message; empty likewise.
-        peak_mb: highest memory in use beside what is there between steps; empty on a CPU.
+        peak_mb: highest memory in use next to what is there between steps; empty on a CPU.
         gradient_error: distance from the gradient in fp32, relative to its norm.
     """
 
@@ -102,7 +102,7 @@ class Row:
 
 
 def summarise(samples: Mapping[str, Samples], reference: str) -> dict[str, Row]:
-    """A row for each variant with at least two rounds in which the reference ran, too.
+    """A row for each variant with at least two rounds in which the reference also ran.
 
     Args:
         reference: the variant to compare with.

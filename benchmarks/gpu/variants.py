@@ -112,7 +112,7 @@ def why_megatron_refuses(work: Work) -> str | None:
 
 
 class Runner:
-    """A model under one schedule. Its weights and data are those of every other runner of the same work.
+    """A model under one schedule. Every other runner of the same work has the same weights and data.
 
     Attributes:
         setup: what the model's plan was set up with; None where Megatron's own modules run.

@@ -34,7 +34,7 @@ _MICRO_BATCHES_PER_RATE = 3
 """That are measured, at least, at each rate that the search proposes."""
 _OTHER_TRAFFIC = 0.02
 _OTHER_TRAFFIC_BYTES = 50_000
-"""On the wire beside payload and gradients: headers, a share of both; counts, norms for clipping and what each message
+"""On the wire next to payload and gradients: headers, a share of both; counts, norms for clipping and what each message
 costs, for each micro-batch."""
 COUNTED_FIELDS = [*SAMPLE_FIELDS, "wire_bytes"]
 """Names of the values of :meth:`Bench.counted`."""

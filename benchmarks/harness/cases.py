@@ -57,10 +57,10 @@ class Variant:
         sdpa: torch's fused attention.
         free_link: rows and counts travel on the link that is not shaped.
         blocks_in_backward: a backward all-to-all is waited for where it is issued.
-        overlaps_reduction: Megatron's overlap-grad-reduce: gradient buckets are reduced beside the backward pass.
+        overlaps_reduction: Megatron's overlap-grad-reduce: gradient buckets are reduced during the backward pass.
         grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
         overlaps_micro_batches: Megatron's overlap-moe-expert-parallel-comm: the all-to-alls of one micro-batch run
-            beside the compute of the next one. It needs at least two.
+            during the compute of the next one. It needs at least two.
         delays_wgrad: adds Megatron's delay-wgrad-compute: weight gradients run apart from input gradients. Needs
             Transformer Engine layers.
         is_placed: experts are on the ranks that ``tools/place_experts.py`` would choose for the case's load.
@@ -88,7 +88,7 @@ class Variant:
 
     @property
     def pairs_micro_batches(self) -> bool:
-        """Whether a micro-batch's backward runs beside the forward of the next one, in our schedule or Megatron's."""
+        """Whether backwards are paired with the next forward, in our schedule or Megatron's."""
         return self.overlaps_micro_batches or (self.plan is not None and self.plan.is_paired)
 
     @property
@@ -107,7 +107,7 @@ class Variant:
         return self.plan is not None and self.plan.has_tiles
 
     def is_exact(self, topk: int) -> bool:
-        """Whether its loss and gradients must equal those of stock Megatron to the bit.
+        """Whether its loss and gradients must equal stock Megatron's to the bit.
 
         Args:
             topk: experts of a token.

@@ -41,7 +41,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, name: str, timeout_min
 def check_positive(args: argparse.Namespace, *names: str) -> None:
     """
     Args:
-        names: beside those of :func:`add_common_arguments`.
+        names: in addition to :func:`add_common_arguments`.
 
     Raises:
         UsageError: a number that is not.

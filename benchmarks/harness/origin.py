@@ -34,7 +34,7 @@ def origin(
         module: that ``python -m`` ran.
         arguments: of its command line; None for this process's.
         environment: of the processes that were measured; None for this process's.
-        packages: whose versions are wanted beside those of torch and Megatron.
+        packages: whose versions are wanted in addition to torch and Megatron.
     """
     commit, is_dirty = commit_of_checkout()
     given = os.environ if environment is None else environment

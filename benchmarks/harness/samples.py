@@ -46,12 +46,12 @@ def by_rank(fields: Sequence[str], samples: Sequence[Sequence[Sequence[float]]])
 
 
 def by_node[Of](ranks: Sequence[Of], ranks_per_node: int) -> list[Sequence[Of]]:
-    """What belongs to the ranks, those of a node together."""
+    """What belongs to the ranks, node by node."""
     return [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
 
 
 class CaseSamples:
-    """A case's samples by variant; those of one repeat belong together."""
+    """A case's samples by variant; samples of one repeat belong together."""
 
     def __init__(self, case: Mapping[str, Any]) -> None:
         names = case["sample_fields"]

@@ -9,7 +9,7 @@ from benchmarks.te_layers import check_unpacked
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, OverlapRange, fixed_plan, paired
 
 MEGATRON = "megatron-overlap"
 MEGATRON_DELAYED = f"{MEGATRON}-delay-wgrad"
@@ -38,7 +38,7 @@ def _plain_variants() -> list[Variant]:
 
 
 def _paired_variants() -> list[Variant]:
-    """The backward of a micro-batch beside the forward of the next one."""
+    """The backward of a micro-batch with the forward of the next."""
     return [
         Variant("paired-k1", paired(fixed_plan(1))),
         Variant("paired-k1-none", paired(fixed_plan(1, DwPolicy.NONE))),
@@ -64,12 +64,12 @@ def _two_hop_variants() -> list[Variant]:
 
 
 def _tiled_variants() -> list[Variant]:
-    """Rows of whole micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
+    """Rows of unchunked micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
     return [
         *(
-            Variant(f"tiles-{tiles}-{own_rows}", fixed_plan(1, tiles=tiles, own_rows=own_rows))
+            Variant(f"tiles-{tiles}-{local_tokens}", fixed_plan(1, tiles=tiles, local_tokens=local_tokens))
             for tiles in (1, 2)
-            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+            for local_tokens in (LocalTokens.HALF, LocalTokens.AFTER)
         ),
         Variant("tiles-1-half-none", fixed_plan(1, DwPolicy.NONE, tiles=1)),
         Variant("tiles-1-half-k2", fixed_plan(2, tiles=1)),
@@ -143,7 +143,7 @@ _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 _UNPAIRED_TOP_4 = ("stock", "dw-only", CHUNKED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
 _PAIRED_TOP_4 = ("stock", CHUNKED, "stock-free", "paired-k1", "dedup-k2", "paired-dedup-k1")
 _TOP_4 = Shape(layers=3, seq_length=96, experts=8, topk=4)
-"""Few tokens, since each has four rows; rows so wide that what travels beside their hidden values is below 1 %."""
+"""Few tokens, since each has four rows; rows so wide that what travels next to their hidden values is below 1 %."""
 _TOP_4_STEPS = replace(_TOP_4, seq_length=64, micro_batches=4)
 _NODES = ("stock", CHUNKED, "stock-free", "dedup-k2", "two-hop-k1", "two-hop-k2")
 _NODES_TOP_4 = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)
@@ -293,7 +293,7 @@ def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE)
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
-        cases: names; empty for those of ``preset``.
+        cases: names; empty for the cases of ``preset``.
         variants: names; None for each case's own, or few of them, as ``preset`` says.
 
     Raises:

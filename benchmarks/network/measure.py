@@ -72,7 +72,7 @@ class NetworkBench(Bench):
         }
 
     def _ready_for(self, case: Case) -> _Ready:
-        """The case's variants, built, checked and warm: those of the last case if they will do."""
+        """The case's variants, built, checked and warm: reused from the last case if possible."""
         last = self._ready
         if last is not None and last.fits(case):
             return last

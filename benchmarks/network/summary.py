@@ -137,7 +137,7 @@ class CaseSummary:
         sent_rows: what the routing sends; None where no variant deduplicates.
         gain: likewise.
         most_loaded: rows of the most loaded rank over the mean, mean over the layers: with Megatron's places and with
-            those of variants that place experts; None without such a variant.
+            the rows of variants that place experts; None without such a variant.
     """
 
     name: str

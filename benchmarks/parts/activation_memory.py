@@ -85,7 +85,7 @@ def build(args: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
 def peak_mb(
     args: argparse.Namespace, cut: tuple[str, int, str], settings: Mapping[str, Any], dispatch: str = "plain"
 ) -> float:
-    """Peak memory of a micro-batch beside weights and gradients, in MB.
+    """Peak memory of a micro-batch next to weights and gradients, in MB.
 
     Args:
         cut: name, number of chunks and the dimension along which they are cut.

@@ -102,7 +102,7 @@ def one_step(shape: Shape, plan: Plan, comm_dtype: CommDtype, nodes: Nodes | Non
     timeout = timedelta(minutes=5)
     features = [ActiveNodes(nodes, cpu, stats, timeout), ActiveCommDtype(comm_dtype)]
     OverlapSetup(plan, cpu, stats, timeout, features=features)([model])
-    # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
+    # No reduction: gradients are of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())
     with _recorded_routing(model) as maps:

@@ -59,7 +59,7 @@ def validation_loss(args: argparse.Namespace, dtype: CommDtype, seed: int) -> fl
 
 
 def relative_to_exact(losses: Mapping[CommDtype, Mapping[int, float]]) -> dict[CommDtype, float]:
-    """Mean of each format's losses over that of the exact ones, less one.
+    """Mean of each format's losses over the mean of the exact ones, less one.
 
     Args:
         losses: by format and seed, the exact ones among them.

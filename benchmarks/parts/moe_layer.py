@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.moe_layer --output results.json    # EP=2
 
 Router, dispatch, experts, combine and their gradients, with the same weights and tokens; outputs and gradients are
-compared with stock's before timing. The layers take turns in random order; a step's time is that of the slower rank,
+compared with stock's before timing. The layers take turns in random order; a step's time is the slower rank's,
 and the ratio is the median of the paired ratios, above 1 where a layer is faster than stock's.
 
 Not the same for DeepSpeed: it pads every expert's rows to the longest, because it is told to drop no token; it computes

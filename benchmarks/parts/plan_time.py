@@ -26,7 +26,7 @@ LAYOUTS = {"all MoE": "m", "alternating dense and MoE": "dm"}
 SHARES = {"symmetric": (0.5, 0.5), "2 ranks": (0.6, 0.4)}
 LINKS_MS = (3.0, 12.0)
 BYTES_PER_LAYER = 10_700_000
-"""A memory bound between those of one and of four chunks."""
+"""A memory bound between the needs of one and of four chunks."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
 
 
 REDUCTION_MS = 2.0
-"""Of a weight's gradient, where gradients are reduced beside the backward pass."""
+"""Of a weight's gradient, where gradients are reduced during the backward pass."""
 
 
 def profile_of(layers: str, ranks: str, link_ms: float, with_gradients: bool) -> Profile:
@@ -125,7 +125,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=96, help="of the made-up models (96)")
     parser.add_argument("--repeats", type=int, default=3, help="searches of each case (3)")
-    parser.add_argument("--gradients", action="store_true", help="gradients are reduced beside the backward pass")
+    parser.add_argument("--gradients", action="store_true", help="gradients are reduced during the backward pass")
     parser.add_argument("--models", type=int, default=60, help="random models for the second table (60)")
     args = parsed(parser, "plan_time")
     cases = []

@@ -4,10 +4,10 @@
 
 One MoE layer of Megatron in two chunks, forward and backward, with the workload's choice of experts in place of the
 router's; the same weights and tokens with the bound and without it. The bound is a quarter above the even share of a
-chunk. Outputs and gradients are compared before timing. The two take turns in random order; a step's time is that of
-the slower rank, and the ratio is the median of the paired ratios, above 1 where a step with the bound takes longer.
+chunk. Outputs and gradients are compared before timing. The two take turns in random order; a step's time is the time
+of the slower rank, and the ratio is the median of the paired ratios, above 1 where a step with the bound takes longer.
 
-The workloads are those of Megatron-LM's pull request 7488 (``benchmarks/moe/token_imbalance``, 2026-09-18), by its
+The workloads come from Megatron-LM's pull request 7488 (``benchmarks/moe/token_imbalance``, 2026-09-18), by its
 description, with generators of our own: each token has top-k different experts; of E experts the hot ones are
 max(top-k, E / 4), and three of four tokens choose among them only.
 

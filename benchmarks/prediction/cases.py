@@ -1,9 +1,9 @@
 """What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch.
 
-In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
-In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards; in those of
-:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once; in those of
-:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops; in those of :data:`TILED_CASES`
+In the case ``gradients`` gradients are summed over the ranks during the backward pass, on the same link, and Adam runs.
+In :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may be paired with forwards; in
+:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may be sent once; in
+:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops; in :data:`TILED_CASES`
 rows go to the other rank in tiles.
 """
 
@@ -14,7 +14,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.dispatch import Dispatch
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, OverlapRange, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -57,9 +57,9 @@ def _plans_of(dispatch: Dispatch) -> dict[str, Plan]:
 def _tiled_plans() -> dict[str, Plan]:
     return {
         **{
-            f"tiles-{tiles}-{own_rows}": fixed_plan(1, tiles=tiles, own_rows=own_rows)
+            f"tiles-{tiles}-{local_tokens}": fixed_plan(1, tiles=tiles, local_tokens=local_tokens)
             for tiles in (1, 2, 4)
-            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+            for local_tokens in (LocalTokens.HALF, LocalTokens.AFTER)
         },
         "tiles-1-half-none": fixed_plan(1, DwPolicy.NONE, tiles=1),
         "tiles-1-half-k2": fixed_plan(2, tiles=1),
@@ -95,7 +95,7 @@ def _cases() -> list[Case]:
         Case("skewed", "one expert of four gets 40 %, k1 exposes 45 %", 0.45, _SOME, skewed, BASELINE),
         Case(
             "gradients",
-            "gradients reduced beside the backward pass, k1 exposes 45 %",
+            "gradients reduced during the backward pass, k1 exposes 45 %",
             0.45,
             _BATCH_ONLY,
             _SHAPE,
@@ -188,7 +188,7 @@ def choose(cases: list[str], configurations: list[str] | None, preset: Preset = 
     """The cases to run, in the order of :data:`CASES`.
 
     Args:
-        cases: names; empty for those of ``preset``.
+        cases: names; empty for the cases of ``preset``.
         configurations: names; None for each case's own.
 
     Raises:
@@ -202,7 +202,7 @@ def choose(cases: list[str], configurations: list[str] | None, preset: Preset = 
         pairs = [name for name in case.variants if name in FIXED_PLANS and FIXED_PLANS[name].is_paired]
         if pairs and case.shape.micro_batches == 1:
             raise UsageError(
-                f"configuration {pairs[0]} runs a backward beside the next forward, and a step of case {case.name} has "
-                f"one micro-batch. Pass --cases {PAIRED_CASES[0]}."
+                f"configuration {pairs[0]} runs a backward paired with the next forward, and a step of case "
+                f"{case.name} has one micro-batch. Pass --cases {PAIRED_CASES[0]}."
             )
     return chosen

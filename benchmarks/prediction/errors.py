@@ -25,7 +25,7 @@ class Comparison:
     """One configuration.
 
     Attributes:
-        is_paired: whether backwards run beside forwards.
+        is_paired: whether backwards are paired with forwards.
         measured_ms: step time of the slower rank, median over all repeats.
         low_ms: lower quartile of the same.
         high_ms: upper quartile.
@@ -88,7 +88,7 @@ class CaseErrors:
 
     @property
     def paired(self) -> list[Comparison]:
-        """The configurations in which backwards run beside forwards."""
+        """The configurations in which backwards are paired with forwards."""
         return [one for one in self.comparisons if one.is_paired]
 
     @property

@@ -169,7 +169,7 @@ class PredictionBench(Bench):
     def _write_timelines(
         self, case: Case, step: Step, plans: Mapping[str, Plan], simulations: Mapping[str, Simulation]
     ) -> None:
-        """One traced step of each configuration beside what was predicted for it, if asked for."""
+        """One traced step of each configuration next to what was predicted for it, if asked for."""
         if self.job.timelines is None:
             return
         trace = Trace(CPU, dist.get_rank())
@@ -206,7 +206,7 @@ def _samples_in_a_turn(case: Case) -> int:
 
 
 def _profiled_plans(case: Case) -> list[Plan]:
-    """The plans of a run's profile; where steps are long only those of whole micro-batches and of two batch chunks."""
+    """The plans of a run's profile; where steps are long only one chunk and two batch chunks."""
     sizes = case.shape.micro_batch, case.shape.seq_length
     dispatches = [one for one in Dispatch.known().values() if case.why_not(one) is None]
     profiled = partial(plans_to_profile, *sizes, dispatches=dispatches, has_tiles=True)

@@ -37,7 +37,7 @@ class PriorityBench(Bench):
     def _ready_for(self, case: Case) -> tuple[dict[str, Step], dict[str, float]]:
         """The variants, warm and checked, and how far each is from Megatron.
 
-        They are those of the last case where only the rate of the link differs.
+        They are reused from the last case where only the rate of the link differs.
         """
         if self._ready is None or self._ready[0].shape != case.shape:
             self._ready = None

@@ -63,7 +63,7 @@ class CaseSummary:
     Attributes:
         exposed_share: of the baseline's passes, waited for rows and counts.
         comm_share: of the baseline's whole step, waited for them and for the reduction.
-        grad_share: of the bytes that a rank sends, those of the dense gradients.
+        grad_share: share of dense gradients in the bytes that a rank sends.
         compute_ms: CPU time of the baseline's step with rows on the free link, slower rank.
         link_ms: time that all bytes of a rank take at the link's rate.
         disturbed: numbers of the sweeps that something disturbed, from 1.

@@ -12,7 +12,7 @@ def bins() -> str:
     lines[0] += ["spread over ranks", "waits", "padding", "step", "predicted", "error"]
     for case, quoted in newest("bins").items():
         summary = summarise(quoted.case)
-        name = f"[`{case}`](../benchmarks/results/{quoted.file}){quoted.mark}"
+        name = f"[`{case}`](../../benchmarks/results/{quoted.file}){quoted.mark}"
         for row in summary.rows:
             speed = [f"{row.tokens_per_s:.0f}", quartiles(row.over_baseline), f"{row.all_over_baseline:.2f}"]
             shares = [f"{row.spread:.1%}", f"{row.waits:.0%}", f"{row.padding:.0%}"]

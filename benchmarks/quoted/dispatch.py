@@ -21,7 +21,7 @@ def dispatch() -> str:
             continue
         speedups = [f"`{which}` {rows[which].speedup.median:.2f}" for which in (gain.other, gain.name)]
         fewer = [f"{sent.fewer(gain.dispatch):.2f}", fewer_bytes(rows[gain.name])]
-        source = f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}"
+        source = f"[{quoted.date}](../../benchmarks/results/{quoted.file}){quoted.mark}"
         found = [*fewer, *speedups, quartiles(gain.speedup), source]
         lines.append([f"`{name}`", f"{summary.exposed_share:.1%}", *found])
     return markdown(lines) if len(lines) > 1 else NO_RESULT

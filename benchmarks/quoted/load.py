@@ -41,7 +41,7 @@ def placement() -> str:
                     quartiles(row.speedup),
                     compared,
                     f"{row.memory_ratio:.2f}",
-                    f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}",
+                    f"[{quoted.date}](../../benchmarks/results/{quoted.file}){quoted.mark}",
                 ]
             )
     return markdown(lines) if len(lines) > 1 else NO_RESULT

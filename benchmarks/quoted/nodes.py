@@ -27,7 +27,7 @@ def nodes() -> str:
             "" if same_chunks is None else quartiles(same_chunks),
             *(f"`{which}` {rows[which].speedup.median:.2f}" for which in (gain.other, gain.name)),
             quartiles(gain.speedup),
-            f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}",
+            f"[{quoted.date}](../../benchmarks/results/{quoted.file}){quoted.mark}",
         ]
         lines.append([f"`{name}`", f"{summary.exposed_share:.1%}", *found])
     return markdown(lines) if len(lines) > 1 else NO_RESULT

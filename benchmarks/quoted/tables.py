@@ -41,6 +41,7 @@ _REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = (
     _REPOSITORY / "docs" / "performance.md",
     _REPOSITORY / "docs" / "gpus.md",
+    *(_REPOSITORY / "docs" / "features" / f"{name}.md" for name in ("bins", "dispatch", "placement")),
     _REPOSITORY / "benchmarks" / "RESULTS.md",
 )
 _PRIORITY = "priority-shipped"
@@ -142,7 +143,7 @@ def targets() -> str:
 
 
 def _sequence() -> Iterator[Figure]:
-    """Sequence chunks beside batch chunks."""
+    """Sequence chunks next to batch chunks."""
     for num_chunks in (2, 4):
         row = network()["45"].row(f"sequence-k{num_chunks}")
         if row is not None:

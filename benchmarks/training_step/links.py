@@ -85,7 +85,7 @@ class _Counted(Transport):
 class Link:
     """A transport, connections of two hops and a group for stock's counts, all on one interface.
 
-    Ranks of a node talk to each other by the address of that interface, too, but what they send does not leave by it.
+    Ranks of a node talk to each other also by the address of that interface, but these messages do not leave by it.
 
     Attributes:
         stats: what was sent over it, and how long compute waited for it.

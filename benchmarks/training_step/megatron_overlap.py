@@ -1,6 +1,6 @@
 """An emulation of Megatron's own overlap of expert-parallel all-to-alls: on a CPU, threads replace its two streams.
 
-``--overlap-moe-expert-parallel-comm`` runs the forward pass of a micro-batch beside the backward pass of the one
+``--overlap-moe-expert-parallel-comm`` runs the forward pass of a micro-batch during the backward pass of the one
 before. Megatron's schedule is a list of nodes. It enqueues dispatches and combines on the communication stream and all
 other nodes on the compute stream; events make a node wait for its inputs. The host runs ahead of both streams, so a
 dispatch enqueued after the experts' backward overlaps it.
@@ -38,7 +38,7 @@ def schedule_micro_batches(config: TransformerConfig) -> None:
     """Switch the overlap on, in place.
 
     Only after the config was made: it refuses fp32. Nothing in the schedule depends on the precision, and gradients are
-    compared with those of stock Megatron before anything is timed.
+    compared with stock Megatron's before anything is timed.
     """
     config.overlap_moe_expert_parallel_comm = True
 
@@ -147,7 +147,7 @@ def _communicates(node: Any) -> bool:
 class ThreadedStats(CommStats):
     """Counts waits of the communication thread as exposed only while compute waits for that thread.
 
-    Waits of other threads count in full: the thread of our forwards runs in place of the main thread, not beside it.
+    Waits of other threads count in full: the thread of our forwards runs in place of the main thread, not next to it.
     """
 
     def __init__(self, device: torch.device) -> None:

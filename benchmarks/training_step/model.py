@@ -36,7 +36,7 @@ _SEED = 1
 _LEARNING_RATE = 1e-7
 """So small that the routing stays what it was set to."""
 BUCKET_PARAMETERS = 250_000
-"""Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the whole model."""
+"""Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the full model."""
 
 
 class _BlockingBackward(Comm):
@@ -126,7 +126,7 @@ def schedules_for(model: GPTModel, plan: Plan) -> Callable[[], AbstractContextMa
 
 @contextmanager
 def watched_lane(model: GPTModel, watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, forwards that run beside a backward, on a thread of their own, do so in the context of ``watch``."""
+    """Inside, forwards that are paired with a backward, on a thread of their own, do so in the context of ``watch``."""
     comm = getattr(model.decoder, "comm", None)
     if comm is None:  # stock modules
         yield

@@ -1,4 +1,4 @@
-"""Puts the experts of a model on other ranks, and its gradients back on those of stock, to be compared."""
+"""Puts the experts of a model on other ranks, and its gradients back on stock's ranks, to be compared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.expert_placement import layers_with_experts, place_experts
-from megatron_lancet.model.local_experts.placed import exchange, parameters_of_places
+from megatron_lancet.model.local_experts.placed import exchange, parameters_of_slots
 from megatron_lancet.planning.load.expert_load import LayerLoad
 from megatron_lancet.planning.load.placement import solve
 
@@ -35,5 +35,5 @@ def bring_gradients_home(model: Any) -> None:
     for layer in model.modules():
         places = getattr(layer.router, "places", None) if isinstance(layer, MoELayer) else None
         if places is not None:
-            gradients = [[vars(one)["main_grad"] for one in its] for its in parameters_of_places(layer.experts)]
+            gradients = [[vars(one)["main_grad"] for one in its] for its in parameters_of_slots(layer.experts)]
             exchange(gradients, places.experts, range(len(places.experts)), layer.token_dispatcher.ep_group)

@@ -11,13 +11,13 @@ class Sample:
     """One step on one rank.
 
     With more than one micro-batch, passes may run side by side: forward figures are 0 then, and backward figures are
-    those of all passes.
+    the times of all passes.
 
     Attributes:
         step_ms: all of it, from a barrier on.
         forward_ms: forward pass.
         backward_ms: backward pass.
-        pairs_ms: time from the end of the first micro-batch's forward to the begin of the last one's backward, in which
+        pairs_ms: time from the end of the first micro-batch's forward to the start of the last one's backward, in which
             every backward but the last and every forward but the first run; 0 with one micro-batch.
         reduce_ms: data-parallel gradient reduction, 0 where it is not in the step.
         optimizer_ms: optimizer step, 0 where it is not in the step.

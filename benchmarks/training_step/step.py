@@ -69,7 +69,7 @@ class Step:
     def run_by(self, plan: Plan) -> None:
         """Switch to another plan from the next step on. Call between steps, on all ranks.
 
-        A step by a plan that defers weight gradients needs a variant that does so, too.
+        A step by a plan that defers weight gradients needs a variant that also does so.
         """
         assert self.variant.plan is not None, "stock modules run no plan"
         assert self.variant.grad_chunk_bytes is None, "reductions in micro-ops need a context of their own"
@@ -77,7 +77,7 @@ class Step:
         self._context = model.schedules_for(self.module, plan)
 
     def run(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> tuple[Sample, torch.Tensor]:
-        """One step, begun together with those of the other ranks; the sample of this rank, and the loss.
+        """One step, begun together with the other ranks; the sample of this rank, and the loss.
 
         Args:
             around: makes a context around the timed region.
@@ -152,7 +152,7 @@ class Step:
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
     def peak_activation_bytes(self) -> int:
-        """Peak memory of a step beside weights, gradients and optimizer state."""
+        """Peak memory of a step without weights, gradients and optimizer state."""
         known = [tensor for p in self.module.parameters() for tensor in (p, p.main_grad)]
         memory = LiveMemory(known)
         # Communication runs on the main thread meanwhile; forwards of a plan with pairing have a thread of their own.

@@ -23,7 +23,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that restrict the plan."""
     add = parser.add_argument_group("restrictions of the plan").add_argument
     dims, ranges, policies = ([one.value for one in kind] for kind in (ChunkDim, OverlapRange, DwPolicy))
-    counts = "chunk counts to choose from; 1 is the whole micro-batch (default: the profiled ones)"
+    counts = "chunk counts to choose from; 1 is the full micro-batch (default: the profiled ones)"
     add("--num-chunks", nargs="+", type=positive_int, metavar="K", help=counts)
     add("--chunk-dim", nargs="+", choices=dims, help="dimensions along which micro-batches may be cut (default: all)")
     chunked = (
@@ -33,12 +33,12 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--range", nargs="+", choices=ranges, help=chunked)
     deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"
     add("--dw-policy", nargs="+", choices=policies, help=deferred)
-    pairing = "whether each backward runs beside the next forward: auto lets the prediction decide (default: auto)"
+    pairing = "whether each backward is paired with the next forward: auto lets the prediction decide (default: auto)"
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     carried = (
         "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "
-        "its experts, two-hop a row per token and node and from there one per rank; auto the one that is predicted "
-        "fastest (default: auto)"
+        "its experts, two-hop a row per token and node and from there one per rank; auto the dispatch that is "
+        "predicted fastest (default: auto)"
     )
     add("--dispatch", choices=tuple(_DISPATCHES), default="auto", help=carried)
     tiles = (

@@ -59,7 +59,7 @@ class EncodeJob:
         input_path: file of the lines, for error messages.
         keys: JSON keys; one dataset is written for each.
         append_eod: end every document with the tokenizer's end-of-document id.
-        joins_pair: the keys are those of a prompt and its answer, which make one document of one dataset.
+        joins_pair: the keys name a prompt and its answer, which make one document of one dataset.
     """
 
     input_path: Path
@@ -187,7 +187,7 @@ def _encode_pairs(job: EncodeJob, batch: LineBatch, tokenizer: Any) -> EncodedDo
         if not answer:
             raise UsageError(
                 f"{location}: expected an answer under {job.keys[1]!r}, found none that gives a token; a prompt alone "
-                "has nothing to learn, so remove the line"
+                "has no token to train on, so remove the line"
             )
         ids.append(prompt + answer + eod_ids)
         masks.append([0] * len(prompt) + [1] * (len(answer) + len(eod_ids)))

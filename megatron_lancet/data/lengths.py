@@ -1,4 +1,4 @@
-"""How long documents are: a histogram in a small JSON file, written beside a dataset or read from its index.
+"""How long documents are: a histogram in a small JSON file, written next to a dataset or read from its index.
 
 The file is ``{"lengths": {"17": 3, "240": 1}}``: three documents of 17 tokens and one of 240, end-of-document included.
 """

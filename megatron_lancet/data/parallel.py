@@ -75,7 +75,7 @@ def _prepare_worker() -> None:
     assert parent is not None, "a worker is always started by another process"
 
     def exit_with_parent() -> None:
-        # A worker whose parent was killed would wait for work for ever.
+        # A worker whose parent was killed would wait for work forever.
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 

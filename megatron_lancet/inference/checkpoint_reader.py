@@ -118,8 +118,8 @@ def _checked_index(folder: Path) -> Index:
 def _check_names(path: Path, foreign_names: Sequence[str]) -> None:
     if foreign_names:
         raise UsageError(
-            f"{path} names {foreign_names[0]}, which is no part of a checkpoint's description: loading it might run "
-            "code. It was not loaded. Use checkpoints from sources that you trust."
+            f"{path} names {foreign_names[0]}, which does not belong in a checkpoint's description: loading it might "
+            "run code. It was not loaded. Use checkpoints from sources that you trust."
         )
 
 

@@ -117,8 +117,8 @@ def note_on_documents(arguments: argparse.Namespace) -> str | None:
     if not given:
         return None
     return (
-        f"training had {given[0]}; here tokens see those of earlier documents in their window, too, so the loss is not "
-        "that of its validation"
+        f"training had {given[0]}; here tokens also see earlier documents in their window, so the loss is not "
+        "comparable to its validation loss"
     )
 
 

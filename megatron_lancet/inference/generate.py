@@ -1,6 +1,6 @@
 """Text from a prompt, token by token, with Megatron's forward pass, KV cache and sampler.
 
-docs/evaluate_generate.md tells which parts of ``megatron.core.inference`` are used, and why not all.
+docs/evaluate_generate.md lists which parts of ``megatron.core.inference`` are used, and why not all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -84,7 +84,7 @@ _SEAMS: tuple[Seam, ...] = (
     (dist_checkpointing, "load", ("sharded_state_dict", "checkpoint_dir")),
     (parallel_state, "initialize_model_parallel", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
 )
-"""Functions of Megatron that this package uses beside those in ``training/megatron/seams.py``."""
+"""Functions of Megatron that this package uses next to those in ``training/megatron/seams.py``."""
 
 _REFUSED = {
     "spec": "--spec, a Python file",
@@ -120,7 +120,7 @@ def number_of_ranks() -> int:
 
 
 def check_ranks(run: StoredRun, num_ranks: int) -> None:
-    """Raise a UsageError if so many ranks can't share the experts, or if the model is of an unsupported kind."""
+    """Raise a UsageError if this number of ranks can't share the experts, or if the model is of an unsupported kind."""
     experts: int = getattr(run.arguments, "num_experts", None) or 0
     if num_ranks > 1 and not experts:
         raise UsageError(
@@ -164,7 +164,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     if kind in SENTENCEPIECE_TYPES and (path is None or not Path(path).is_file()):
         given = "--tokenizer-model" if model_file is not None else f"the checkpoint {run.folder}"
         raise UsageError(
-            f"the tokenizer's file is missing: {given} names {path}. Pass the one that the data was encoded with as "
+            f"the tokenizer's file is missing: {given} names {path}. Pass the tokenizer of the data as "
             "--tokenizer-model."
         )
     settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}

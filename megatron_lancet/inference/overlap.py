@@ -1,6 +1,6 @@
 """Evaluation with hidden all-to-alls: a batch goes through a loaded model's layers in chunks, or its rows in tiles.
 
-The forward pass is that of training (``model/``), without gradients: while rows are on their way, attention and experts
+The forward pass equals training's (``model/``), without gradients: while rows are in flight, attention and experts
 of other chunks run, or experts on rows that are here (for prefill EPS-MoE's idea, section 3).
 """
 
@@ -41,8 +41,8 @@ def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int) -> Plan:
     if number_of_ranks() == 1:
         flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
         raise UsageError(
-            f"{' and '.join(flags)} can't be followed: one rank holds all experts, so there are no messages to hide. "
-            "Start several ranks with torchrun, or drop it."
+            f"{' and '.join(flags)} {'are' if len(flags) > 1 else 'is'} not possible: one rank holds all experts, so "
+            "there are no messages to hide. Start several ranks with torchrun, or drop it."
         )
     return fixed_plan(num_chunks, DwPolicy.NONE, tiles=num_tiles)
 
@@ -57,7 +57,7 @@ def overlap_evaluation(model: LoadedModel, plan: Plan, timeout: timedelta) -> Co
         Counters of its messages.
 
     Raises:
-        UsageError: the model has parts that the overlapping layers don't know, or can't run the plan.
+        UsageError: the overlapping layers don't support a part of the model, or the model can't run the plan.
     """
     assert isinstance(model.module, GPTModel)
     stats = CommStats(model.device)

@@ -120,11 +120,11 @@ def check_replicas(args: argparse.Namespace, num_replicas: int, num_ranks: int) 
         raise UsageError(f"{FLAG} {num_replicas} is for a model with experts, and this checkpoint has none. Drop it.")
     why_not = why_not_replicas(num_replicas, args.num_experts, num_ranks)
     if why_not is not None:
-        raise UsageError(f"{FLAG} {num_replicas} can't be followed: {why_not}.")
+        raise UsageError(f"{FLAG} {num_replicas} is not possible: {why_not}.")
     if args.moe_expert_capacity_factor is not None:
         raise UsageError(
-            f"{FLAG} {num_replicas} does not work with --moe-expert-capacity-factor: a capacity is one of an expert, "
-            "wherever it is. Drop the replicas."
+            f"{FLAG} {num_replicas} does not work with --moe-expert-capacity-factor: a capacity belongs to an "
+            "expert, not to a replica. Drop the replicas."
         )
 
 

@@ -1,11 +1,11 @@
 """Runs a loaded model with replicas of popular experts.
 
-Megatron's MoE layer keeps its router, its experts' weights and its all-to-alls. Beside its own experts a rank gets
-copies of others' weights, the layer's dispatcher counts places instead of experts, and a hook behind the router turns
-the columns of experts into columns of places (``planning/load/replicas.py`` has the rule). A token's output is the same
+Megatron's MoE layer keeps its router, its experts' weights and its all-to-alls. Next to its own experts a rank gets
+copies of others' weights, the layer's dispatcher counts slots instead of experts, and a hook behind the router turns
+the columns of experts into columns of slots (``planning/load/replicas.py`` has the rule). A token's output is the same
 sum of the same experts' outputs; a GEMM over another number of rows may round its last bit differently.
 
-Legend of shapes: t tokens of a batch on a rank, E experts, Q places of all ranks.
+Legend of shapes: t tokens of a batch on a rank, E experts, Q slots of all ranks.
 """
 
 import copy
@@ -35,40 +35,40 @@ class _Assignment:
 
     Attributes:
         source: the rank.
-        places_EW: places of the holders that take turns, filled up with the first one.
+        slots_EW: slots of the holders that take turns, filled up with the first one.
         num_in_turn_E: how many these are.
-        num_places: Q.
+        num_slots: Q.
     """
 
     source: int
-    places_EW: torch.Tensor
+    slots_EW: torch.Tensor
     num_in_turn_E: torch.Tensor
-    num_places: int
+    num_slots: int
 
     @staticmethod
     def of(holders: ExpertHolders, source: int, ranks_per_node: int | None, device: torch.device) -> "_Assignment":
         in_turn = holders_in_turn(holders, source, ranks_per_node)
         width = max(map(len, in_turn))
-        places = [
-            [holders.place(expert, rank) for rank in (*ranks, *[ranks[0]] * (width - len(ranks)))]
+        slots = [
+            [holders.slot(expert, rank) for rank in (*ranks, *[ranks[0]] * (width - len(ranks)))]
             for expert, ranks in enumerate(in_turn)
         ]
         return _Assignment(
             source,
-            torch.tensor(places, device=device),
+            torch.tensor(slots, device=device),
             torch.tensor(list(map(len, in_turn)), device=device),
-            holders.num_ranks * holders.places_per_rank,
+            holders.num_ranks * holders.slots_per_rank,
         )
 
     def __call__(self, _router: Any, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-        """A forward hook of the router: columns of experts, [t, E] each, become columns of places, [t, Q] each."""
+        """A forward hook of the router: columns of experts, [t, E] each, become columns of slots, [t, Q] each."""
         probs_tE, map_tE = outputs
         # The token's number among those that chose the expert, as planning.load.replicas.holder_of counts.
         number_tE = map_tE.long().cumsum(0) - 1
         turn_tE = (number_tE + self.source) % self.num_in_turn_E
-        place_tE = self.places_EW.expand(len(map_tE), -1, -1).gather(2, turn_tE[:, :, None])[:, :, 0]
+        slot_tE = self.slots_EW.expand(len(map_tE), -1, -1).gather(2, turn_tE[:, :, None])[:, :, 0]
         return tuple(
-            column_tE.new_zeros(len(column_tE), self.num_places).scatter(1, place_tE, column_tE)
+            column_tE.new_zeros(len(column_tE), self.num_slots).scatter(1, slot_tE, column_tE)
             for column_tE in (probs_tE, map_tE)
         )
 
@@ -152,17 +152,20 @@ def moe_layers(model: LoadedModel) -> list[Any]:
 
 def _prepared(moe: Any, holders: ExpertHolders, model: LoadedModel, ranks_per_node: int | None) -> _Layer:
     config = copy.copy(moe.config)
-    config.num_moe_experts = holders.num_ranks * holders.places_per_rank
-    first = model.rank * holders.places_per_rank
-    places = list(range(first, first + holders.places_per_rank))
-    dispatcher = MoEAlltoAllTokenDispatcher(len(places), places, config, get_default_pg_collection())
+    config.num_moe_experts = holders.num_ranks * holders.slots_per_rank
+    first = model.rank * holders.slots_per_rank
+    slots = list(range(first, first + holders.slots_per_rank))
+    dispatcher = MoEAlltoAllTokenDispatcher(len(slots), slots, config, get_default_pg_collection())
     assignment = _Assignment.of(holders, model.rank, ranks_per_node, model.device)
     return _Layer(moe, assignment, dispatcher, _copies(moe.experts.local_experts, holders, model.rank))
 
 
 @torch.no_grad()
 def _copies(own: torch.nn.ModuleList, holders: ExpertHolders, rank: int) -> list[torch.nn.Module]:
-    """Returns this rank's replicas. Every expert travels from its home to its holders, one after the other."""
+    """Returns this rank's replicas.
+
+    Every expert is sent from its home rank to its replicas' ranks, one after the other.
+    """
     received = []
     for holder, experts in enumerate(holders.replicas):
         for expert in experts:

@@ -12,7 +12,7 @@ from megatron_lancet.planning.load.popularity import Choice
 from megatron_lancet.runtime.collectives import from_all_ranks
 
 _MEASURED_EVERY = 8
-"""Batches: the popularity of experts is that of an eighth of the text, from all over it."""
+"""Batches: the popularity of experts is counted on an eighth of the text, spread over it."""
 
 
 type Rows = dict[int, tuple[tuple[int, ...], ...]]
@@ -78,7 +78,7 @@ def measured_popularity(
 
 
 def _summed(rows: Rows, by_rank: Sequence[Mapping[int, Sequence[int]]]) -> Rows:
-    """The rows so far, and those of another batch of all ranks."""
+    """The rows so far, plus the rows of another batch of all ranks."""
     found: Rows = {}
     for layer in by_rank[0]:
         before = rows.get(layer, tuple((0,) * len(of_rank[layer]) for of_rank in by_rank))

@@ -1,1 +1,1 @@
-"""Tools for engineers, beside a training job: dry run, check, traces, what-if, causes, modelled step, views."""
+"""Tools for engineers, next to a training job: dry run, check, traces, what-if, causes, modelled step, views."""

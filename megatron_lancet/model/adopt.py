@@ -45,9 +45,9 @@ class ByPlan:
 
 
 def unknown_class(expected: type[torch.nn.Module], module: torch.nn.Module) -> UsageError:
-    """The error for a module of another class than the one that is known, also of one derived from it."""
+    """The error for a module of an unknown class, derived classes included."""
     return UsageError(
-        f"the overlapping model knows how to run {expected.__name__}, but the model spec built "
+        f"the overlapping model runs {expected.__name__}, but the model spec built "
         f"{type(module).__name__}. Drop the flag that selects it (--spec, for example), or pass --lancet-plan off."
     )
 

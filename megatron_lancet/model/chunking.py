@@ -1,6 +1,6 @@
 """Splits a micro-batch into chunks and concatenates the results.
 
-Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, H hidden size.
+Legend of shapes: S sequence length, B micro-batch size, s / b the same of a chunk, H hidden size.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ class Chunk:
         rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
             documents [s, b, 1, R]; or a tuple of them. None if attention has its own, or none.
         attention_bias: added to the attention scores, broadcast over samples, or None.
-        documents: those of the chunk's samples, on whole sequences; None where a sample is one.
+        documents: the documents of the chunk's samples, on uncut sequences; None where a sample is one.
         positions: with documents the position of each token in its own, [s, b].
         padding_mask: [s, b], True for padding tokens, which routers do not count; None without padding.
     """
@@ -61,7 +61,7 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the chunk after which a layer's router has seen the whole micro-batch."""
+        """Whether this is the chunk after which a layer's router has seen the full micro-batch."""
         return self.index == self.num_chunks - 1
 
     def with_earlier(
@@ -125,7 +125,7 @@ def split_rows(rows_TX: torch.Tensor, shape: torch.Size, segment: Segment) -> Se
     return [part.view(-1, rows_TX.size(-1)) for part in parts]
 
 
-def whole_micro_batch(
+def unchunked_micro_batch(
     attention_mask: torch.Tensor | None = None,
     rotary_pos_emb: Rotary | None = None,
     attention_bias: torch.Tensor | None = None,
@@ -141,13 +141,13 @@ def whole_micro_batch(
         packed: its documents; None where a sample is one.
         padding_mask: see :class:`Chunk`.
     """
-    whole = Chunk(0, 1, padding_mask=padding_mask)
+    unchunked = Chunk(0, 1, padding_mask=padding_mask)
     if packed is None:
         return replace(
-            whole, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias
+            unchunked, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias
         )
     rotary_pos_emb = _rotary_at(rotary_pos_emb, packed)
-    return replace(whole, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
+    return replace(unchunked, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
 
 
 def _rotary_at(rotary: Rotary | None, packed: PackedMicroBatch) -> Rotary | None:
@@ -157,37 +157,37 @@ def _rotary_at(rotary: Rotary | None, packed: PackedMicroBatch) -> Rotary | None
     return packed.rotary(rotary)
 
 
-def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -> Sequence[Chunk]:
+def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, unchunked: Chunk) -> Sequence[Chunk]:
     """Describes each chunk.
 
     Args:
         parts: hidden states of the chunks, from :func:`split_hidden`.
-        whole: the micro-batch. With sequence chunks its mask is causal or not read: see ``attention/masks.py``.
+        unchunked: the micro-batch. With sequence chunks its mask is causal or not read: see ``attention/masks.py``.
     """
     sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]
     starts = list(accumulate(sizes[:-1], initial=0))
     num, dim = len(parts), _DIMS[segment.chunk_dim]
     if num == 1:
-        return [whole]
+        return [unchunked]
     if segment.chunk_dim is ChunkDim.BATCH:
         along_samples = partial(_split_samples, sizes=sizes, dim=1)
-        masks = _split_samples(whole.attention_mask, sizes, dim=0)
-        rotary = _split_rotary(whole.rotary_pos_emb, along_samples)
+        masks = _split_samples(unchunked.attention_mask, sizes, dim=0)
+        rotary = _split_rotary(unchunked.rotary_pos_emb, along_samples)
         documents: Sequence[Documents | None] = [None] * num
-        if whole.documents is not None:
-            documents = [whole.documents.of_samples(start, size) for start, size in zip(starts, sizes, strict=True)]
-        positions, padding = along_samples(whole.positions), along_samples(whole.padding_mask)
-        bias = whole.attention_bias
+        if unchunked.documents is not None:
+            documents = [unchunked.documents.of_samples(start, size) for start, size in zip(starts, sizes, strict=True)]
+        positions, padding = along_samples(unchunked.positions), along_samples(unchunked.padding_mask)
+        bias = unchunked.attention_bias
         return [
             Chunk(i, num, dim, 0, None, masks[i], rotary[i], bias, documents[i], positions[i], padding[i])
             for i in range(num)
         ]
-    assert whole.attention_bias is None, "refused when the plan was chosen"
+    assert unchunked.attention_bias is None, "refused when the plan was chosen"
     num_positions = sum(sizes)
     earlier: KeysAndValues = defaultdict(lambda: (Prefix(num_positions), Prefix(num_positions)))
     along_positions = partial(_split_positions, sizes=sizes)
-    rotary = _split_rotary(whole.rotary_pos_emb, along_positions)
-    positions, padding = along_positions(whole.positions), along_positions(whole.padding_mask)
+    rotary = _split_rotary(unchunked.rotary_pos_emb, along_positions)
+    positions, padding = along_positions(unchunked.positions), along_positions(unchunked.padding_mask)
     return [
         Chunk(
             index,
@@ -196,7 +196,7 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -
             start,
             earlier,
             rotary_pos_emb=rotary[index],
-            documents=whole.documents,
+            documents=unchunked.documents,
             positions=positions[index],
             padding_mask=padding[index],
         )

@@ -11,10 +11,10 @@ from megatron_lancet.model.local_experts.placed import (
     PlacedExperts,
     PlacedTEGroupedMLP,
     exchange,
-    parameters_of_places,
+    parameters_of_slots,
 )
 from megatron_lancet.model.overlapping_moe import OverlappingMoE
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.routing.placement import Slots
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
 type OptimizerTensors = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
@@ -31,27 +31,27 @@ def layers_with_experts(stages: Iterable[LanguageModel]) -> Iterator[Overlapping
                 yield layer.moe
 
 
-def places_of(moe: OverlappingMoE) -> Places:
-    """The places of a layer's experts; at first Megatron's own. With them experts may be placed anew."""
+def slots_of(moe: OverlappingMoE) -> Slots:
+    """The slots of a layer's experts; at first Megatron's own. With them experts may be placed anew."""
     router, experts = moe.stock.router, moe.stock.experts
     assert isinstance(router, ChunkedTopKRouter), "the layer is not prepared"
-    if router.places is None:
+    if router.slots is None:
         group = moe.stock.token_dispatcher.ep_group
         if type(experts) is TEGroupedMLP:
             experts = adopt(experts, PlacedTEGroupedMLP)
         assert isinstance(experts, PlacedExperts), type(experts)
-        router.places = experts.places = Places(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
-    assert isinstance(router.places, Places)
-    return router.places
+        router.slots = experts.slots = Slots(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
+    assert isinstance(router.slots, Slots)
+    return router.slots
 
 
 def place_experts(
     moe: OverlappingMoE, experts: Sequence[int], beside: OptimizerTensors = lambda _: (), moves_weights: bool = True
 ) -> int:
-    """Makes the places of a layer hold other experts from the next step on. Collective over its expert-parallel group.
+    """Makes the slots of a layer hold other experts from the next step on. Collective over its expert-parallel group.
 
     Args:
-        experts: the logical expert of each place.
+        experts: the logical expert of each slot.
         beside: further tensors of a parameter, in an order that is the same for all.
         moves_weights: False in a mocked world, where no other rank has weights.
 
@@ -59,15 +59,15 @@ def place_experts(
         Bytes that this rank has sent to others.
 
     Raises:
-        UsageError: a parameter is not that of one expert.
+        UsageError: a parameter belongs to several experts.
     """
-    places = places_of(moe)
+    slots = slots_of(moe)
     num_bytes = 0
     if moves_weights:
         tensors_of = [
             [tensor for parameter in its for tensor in (parameter, *beside(parameter))]
-            for its in parameters_of_places(moe.stock.experts)
+            for its in parameters_of_slots(moe.stock.experts)
         ]
-        num_bytes = exchange(tensors_of, places.experts, experts, moe.stock.token_dispatcher.ep_group)
-    places.hold(experts)
+        num_bytes = exchange(tensors_of, slots.experts, experts, moe.stock.token_dispatcher.ep_group)
+    slots.hold(experts)
     return num_bytes

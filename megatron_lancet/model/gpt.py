@@ -53,11 +53,11 @@ def overlap(
 
     Args:
         sdpa: use torch's fused attention kernel also where a plan doesn't need it.
-        overlaps_evaluation: run forward passes without gradients by the plan, too.
+        overlaps_evaluation: also run forward passes without gradients by the plan.
         documents: prepare all attentions for packed documents (``packed_seq_params``), which need the fused kernel.
 
     Raises:
-        UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
+        UsageError: the overlapping block does not support a part of the model, or the plan is another model's.
     """
     own_class = next(filter(None, (part.block_class(model) for part in model_parts())), OverlappingTransformerBlock)
     block: LayersByPlan = adopt(model.decoder, own_class)
@@ -109,7 +109,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     prefixed = {
         attention
         for attention, its_segments in attentions.items()
-        if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
+        if block.uses_sdpa_everywhere or plan.fused_attention or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
         attention.check(block.documents is not None and any(map(_needs_sdpa, attentions[attention])))
@@ -182,7 +182,7 @@ def check_plan(plan: Plan, model: LanguageModel, max_expert_rows: int | None) ->
 def check_layers(plan: Plan, num_layers: int) -> None:
     """
     Raises:
-        UsageError: the plan's segments are not those of a model with ``num_layers`` layers.
+        UsageError: the plan's segments do not fit a model with ``num_layers`` layers.
     """
     for last in (plan.segments[-1], plan.at_ends.segments[-1]):
         if last.first_layer > num_layers or last.last_layer not in (None, num_layers):

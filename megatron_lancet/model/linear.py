@@ -170,7 +170,7 @@ class _DeferredWeightGrad(LinearByPlan):
         self._accumulate_grad.register_hook(lambda *_: self.store.mark_last_use(deferred))
 
     def deferral(self) -> Defer:
-        """What takes the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
+        """Receives the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
         part = self.store.part
         return self._defer if part is None else partial(self._gather, part)
 

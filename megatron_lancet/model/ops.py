@@ -34,7 +34,7 @@ class ChunkState:
         permutation: maps rows to tokens.
         rows: rows to be sent, or received; [n, ...] each.
         kept: what the ops of an optional part keep for each other.
-        has_output: whether ``rows`` are the outputs of the chunk's own rows already, before the experts' turn.
+        has_output: whether ``rows`` are the outputs of the chunk's local tokens already, before the experts' turn.
         message: the all-to-all in flight.
         ticket: edge of the graph from the launch of the message to its wait.
         shared_sbH: output of the experts that see all tokens, [s, b, H].
@@ -164,7 +164,7 @@ def begin_layers(trace: Recorder, hidden: torch.Tensor, has_embedding: bool) -> 
 
 
 def end_layers(trace: Recorder | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
-    """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
+    """Traces the start of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
         trace: None where nothing is recorded.
@@ -175,7 +175,7 @@ def end_layers(trace: Recorder | None, hidden: torch.Tensor, following: Op | Non
 
 
 def begin_cut(trace: Recorder | None, hidden: torch.Tensor) -> torch.Tensor:
-    """Traces the begin of a split or a concatenation; returns ``hidden``.
+    """Traces the start of a split or a concatenation; returns ``hidden``.
 
     Args:
         trace: None where nothing is recorded.

@@ -39,16 +39,16 @@ class OverlappingMoE:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The one of the present plan."""
+        """The dispatcher of the present plan."""
         assert self.comm.settings.dispatch in self.dispatchers, "nothing was prepared for this dispatch"
         return self.dispatchers[self.comm.settings.dispatch]
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """Numbers of the experts of this rank, in the order of their places."""
+        """Numbers of the experts of this rank, in the order of their slots."""
         router = self.stock.router
-        if isinstance(router, ChunkedTopKRouter) and router.places is not None:
-            return router.places.local_experts
+        if isinstance(router, ChunkedTopKRouter) and router.slots is not None:
+            return router.slots.local_experts
         num_local, rank = self.stock.num_local_experts, self.stock.token_dispatcher.ep_group.rank()
         return range(num_local * rank, num_local * (rank + 1))
 
@@ -62,7 +62,7 @@ class OverlappingMoE:
     def expert_of(self) -> Mapping[Hashable, int]:
         """The local expert of each module of the experts that run one after the other."""
         experts = getattr(self.stock.experts, "local_experts", ())
-        return {module: place for place, expert in enumerate(experts) for module in expert.modules()}
+        return {module: slot for slot, expert in enumerate(experts) for module in expert.modules()}
 
     def op(self, kind: OpKind, x: ChunkState, tile: int | None = None) -> Op:
         """The op of a kind on a chunk in this layer.

@@ -1,7 +1,7 @@
-"""What a model asks of its optional parts, which ``registry.py`` names.
+"""The interface of a model's optional parts, which ``registry.py`` names.
 
 The core runs the plain dispatch of a GPT's decoder, one message for all rows of a chunk. A part adds a dispatcher,
-replaces ops of a layer, refuses plans, or prepares modules that the core does not know.
+replaces ops of a layer, refuses plans, or prepares modules that are not in the core.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class ModelPart:
     """An optional part of a model. Every method may be left out."""
 
     def block_class(self, model: Any) -> type[Any] | None:
-        """The class that the stack of layers of a model becomes; None for a model that the part does not know."""
+        """The class that the stack of layers of a model becomes; None for a model that the part does not support."""
         return None
 
     def prepare_layers(self, model: Any, comm: Comm, prepare: PrepareLayer) -> None:
@@ -77,7 +77,7 @@ class ModelPart:
         return ()
 
     def document_reader(self, model: Any = None) -> DocumentReader | None:
-        """Reads the documents of packed samples; None where the part does not know documents.
+        """Reads the documents of packed samples; None where the part has no documents.
 
         Args:
             model: the model whose chunks are cut by the cost of documents; None for chunks of equal sizes.
@@ -116,10 +116,10 @@ def document_reader(model: Any = None) -> DocumentReader:
     """Reads the documents of packed samples; see :meth:`ModelPart.document_reader`.
 
     Raises:
-        UsageError: the installation does not have the part that knows documents.
+        UsageError: the installation does not have the part for documents.
     """
     for part in model_parts():
         reader = part.document_reader(model)
         if reader is not None:
             return reader
-    raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the whole package.")
+    raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the full package.")

@@ -31,7 +31,7 @@ DROPS_OUTPUTS = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which ops of a layer are recomputed in the backward pass: all that lies between its collectives, or a part.
+    """The ops of a layer that are recomputed in the backward pass: all that lies between its collectives, or a part.
 
     What an op receives stays in memory: a layer's input, and the rows of the local experts.
 

@@ -1,4 +1,4 @@
-"""What the layers ask of the documents of packed samples, which an optional part of the model makes.
+"""The interface of the documents of packed samples for the layers; an optional part of the model makes them.
 
 Legend of shapes: S positions of a sequence, B samples, s positions of a chunk, b samples of a chunk, H hidden size, R
 channels of a rotary embedding, T tokens, E experts.
@@ -22,16 +22,16 @@ class Bounds(Protocol):
     """The bounds of documents for kernels that take sequences of several lengths, sample after sample.
 
     Attributes:
-        of_queries: ends of the parts, with a 0 in front, [parts + 1] int32.
-        of_keys: the same for parts with what precedes them in their documents.
+        query_ends: ends of the parts, with a 0 in front, [parts + 1] int32.
+        key_ends: the same for parts with the preceding positions of their documents.
         most_queries: the longest part.
-        most_keys: the longest part with what precedes it.
+        most_keys: the longest part with the preceding positions of its document.
     """
 
     @property
-    def of_queries(self) -> torch.Tensor: ...
+    def query_ends(self) -> torch.Tensor: ...
     @property
-    def of_keys(self) -> torch.Tensor: ...
+    def key_ends(self) -> torch.Tensor: ...
     @property
     def most_queries(self) -> int: ...
     @property

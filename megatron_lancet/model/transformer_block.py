@@ -25,7 +25,7 @@ from megatron_lancet.model.chunking import (
     merge_hidden,
     split_hidden,
     split_rows,
-    whole_micro_batch,
+    unchunked_micro_batch,
 )
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
@@ -95,7 +95,7 @@ class LayersByPlan:
         segments: the plan's segments that have layers in this block, in order.
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
-        overlaps_evaluation: whether forward passes without gradients run by the plan, too.
+        overlaps_evaluation: whether forward passes without gradients also run by the plan.
         documents: reads packed documents, for which all attentions are prepared; None where there are none.
         checked_limits: mask limits checked before.
     """
@@ -165,8 +165,8 @@ class LayersByPlan:
             hidden = begin_layers(trace, hidden, self.pre_process)
         hidden_SBH = hidden if packed is None else packed.unflattened(hidden)
         padding = padding_of(padding_mask, hidden_SBH, packed)
-        whole = whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
-        micro_batch = ChunkState(whole)
+        unchunked = unchunked_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
+        micro_batch = ChunkState(unchunked)
         micro_batch.hidden_sbH = hidden_SBH
         del hidden_SBH
         with random_state(self.config), block_precision(self.config):
@@ -185,7 +185,7 @@ class LayersByPlan:
         padding_mask: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Runs Megatron's own forward pass, in which attentions know the documents that it does not.
+        """Runs Megatron's own forward pass, with attention that keeps to the documents.
 
         Args:
             forward: takes the other arguments but ``packed_seq_params``; see :meth:`run_layers`.
@@ -195,7 +195,7 @@ class LayersByPlan:
         if packed is None:
             others = {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask, **others}
             return forward(hidden_states, attention_mask, **others)
-        chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
+        chunk = unchunked_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
         unflattened = packed.unflattened(hidden)
         padding = padding_for_stock(padding_mask, unflattened, packed)
         others = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **others}
@@ -242,7 +242,7 @@ def begin_layer(layer: torch.nn.Module, documents: Documents | None) -> None:
     """Prepares a layer for the chunks of the next micro-batch.
 
     Args:
-        documents: those of the micro-batch; None where a sample is one.
+        documents: the documents of the micro-batch; None where a sample is one.
 
     Raises:
         UsageError: the layer has a hook that would not run.
@@ -258,7 +258,7 @@ def document_masks(documents: Chunk, layers: Iterable[torch.nn.Module]) -> Itera
     """Inside, the attentions of layers that Megatron's own forward pass runs attend inside documents.
 
     Args:
-        documents: the whole micro-batch, with its documents.
+        documents: the full micro-batch, with its documents.
     """
     with ExitStack() as stack:
         for layer in layers:
@@ -299,7 +299,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     """The plan's segments that have any of ``layers``, in order.
 
     Args:
-        layers: layers of a pipeline stage; they know their number in the whole model.
+        layers: layers of a pipeline stage; each has its number in the full model.
     """
     segments = []
     for segment in plan.segments:
@@ -323,10 +323,10 @@ def cut(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> li
 
 
 def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
-    whole = micro_batch.chunk
-    parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment, whole.documents)
+    unchunked = micro_batch.chunk
+    parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment, unchunked.documents)
     del micro_batch.hidden_sbH
-    chunks = make_chunks(parts_sbH, segment, whole)
+    chunks = make_chunks(parts_sbH, segment, unchunked)
     states = [ChunkState(chunk) for chunk in chunks]
     for x, hidden_sbH in zip(states, parts_sbH, strict=True):
         x.hidden_sbH = hidden_sbH
@@ -340,12 +340,12 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Recorder | Non
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
         del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.routed
         routed = ReadyEvent(routing[1][0])
-    has_shared_experts = micro_batch.shared_input_sbH is not None  # the router of the whole micro-batch has run
+    has_shared_experts = micro_batch.shared_input_sbH is not None  # the router of the full micro-batch has run
     parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
     micro_batch.shared_input_sbH = None
-    whole = Chunk(0, 1, padding_mask=micro_batch.chunk.padding_mask)
-    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, whole)]
+    unchunked = Chunk(0, 1, padding_mask=micro_batch.chunk.padding_mask)
+    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, unchunked)]
     for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
         x.normed_sbH, x.norm = part_sbH, norm
         if has_shared_experts:

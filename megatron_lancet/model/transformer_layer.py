@@ -1,4 +1,4 @@
-"""The ops of a transformer layer on one chunk, except those of its experts (``moe_layer.py``).
+"""The ops of a transformer layer on one chunk, without its experts (``moe_layer.py``).
 
 Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
@@ -69,7 +69,7 @@ class OverlappingLayer:
         """The verbs of a chunk in this layer, in order.
 
         Args:
-            segment: the one of the plan to which the layer belongs.
+            segment: the segment of the plan to which the layer belongs.
             dispatch: what all-to-alls carry.
         """
         has_shared_experts = self.moe is not None and self.moe.stock.use_shared_expert

@@ -1,4 +1,4 @@
-"""What the rows of a chunk cost with a dispatch, and the same plan with another dispatch."""
+"""Costs of a chunk's rows with a dispatch, and the same plan with another dispatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,14 +7,14 @@ from megatron_lancet import registry
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
-from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase, Verb
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
 
 
 class DispatchCosts:
-    """What the ops of a dispatch work on, and what its messages carry. These are the answers of the plain one.
+    """Rows of the ops and of the messages of a dispatch; here of the plain one.
 
     Ops have the times that were measured with the dispatch. Where none were, they have the plain one's: what the sender
     no longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
@@ -29,7 +29,7 @@ class DispatchCosts:
 
     @staticmethod
     def part_of_bytes(profile: Profile) -> float | None:
-        """Bytes of messages by those of plain ones, for the kind of message for which that is largest.
+        """Bytes of messages over plain messages' bytes, for the kind of message with the largest ratio.
 
         None if they go other ways, so that bytes alone do not decide which dispatch is faster.
         """
@@ -48,7 +48,7 @@ class DispatchCosts:
         return self.counts.received(chunk) if verb.kind is OpKind.EXPERTS else None
 
     def op_ms(self, layer: LayerKind, kind: OpKind, phase: Phase, chunk: Chunk, rows: float) -> float:
-        """Time of a compute op on so many rows."""
+        """Time of a compute op on a number of rows."""
         cut = chunk.cut
         return self.costs.op_ms(layer, kind, phase, cut.dim, cut.num_chunks, chunk.number, rows, self.dispatch)
 
@@ -59,7 +59,7 @@ class DispatchCosts:
         return tuple(self.costs.weight_grads(layer, verb.kind, chunk.cut.num_chunks, number) for number in rows)
 
     def rows_per_plain_row(self, kind: OpKind) -> Sequence[float]:
-        """For each simulated rank, rows of an op by those of the plain op that is similar; see ``similar_ops``."""
+        """For each simulated rank, rows of an op over the rows of the similar plain op; see ``similar_ops``."""
         raise AssertionError(f"{self.dispatch} has no op {kind}")
 
 
@@ -95,7 +95,9 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return segments if dispatch.can_tile else tuple(segment.without_tiles for segment in segments)
+        if dispatch.can_tile:
+            return segments
+        return tuple(replace(segment, tiles=0, local_tokens=LocalTokens.HALF) for segment in segments)
 
     pairing = plan.pairing
     if pairing is not None:

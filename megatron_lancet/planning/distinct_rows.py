@@ -2,7 +2,8 @@
 
 A plain dispatch sends one row for each of a token's k experts. If every choice of k among E experts is equally likely,
 a group with e experts gets no row of a token with the probability C(E - e, k) / C(E, k), so a token has on average 1
-minus that of a row there (hypergeometric distribution), in place of k e / E. Real routers may choose neighbouring
+minus the probability of a row there (hypergeometric distribution), in place of k e / E. Real routers may choose
+neighbouring
 experts more often together, or, limited to groups of experts, much more often: where a profile has recorded distinct
 rows, they count.
 """

@@ -27,7 +27,7 @@ class Reason(StrEnum):
     """Why a message is waited for."""
 
     DEPENDENCY = "dependency"
-    NO_DW = "weight gradients at once"
+    NO_DW = "no deferred weight gradients"
     NOTHING_LEFT = "nothing left to run"
     MEMORY = "memory"
     LINK = "link-bound"
@@ -42,7 +42,7 @@ class Reason(StrEnum):
 
 _IN_WORDS = {
     Reason.DEPENDENCY: "all remaining work needs a message that has not arrived",
-    Reason.NO_DW: "the plan computes weight gradients at once, and the other chunks wait too",
+    Reason.NO_DW: "the plan does not defer weight gradients, and the other chunks also wait",
     Reason.NOTHING_LEFT: "every weight gradient that was ready has run",
     Reason.MEMORY: "the work that would fill the gap does not fit into memory",
     Reason.LINK: "the link is the bottleneck: it is busy with earlier messages, or for longer than compute takes",
@@ -83,8 +83,8 @@ class Filled:
 class LayerExplanation:
     """One layer of a plan, on the rank of its stage that waits longest.
 
-    The times are those of one micro-batch. Of a paired plan there are two for each layer: of a pair in the middle of
-    the step (a backward, and the forward beside it), and of the first forward and the last backward.
+    The times are of one micro-batch. A paired plan has two for each layer: of a pair in the middle of
+    the step (a backward, and the forward paired with it), and of the first forward and the last backward.
 
     Attributes:
         layer: global layer number.

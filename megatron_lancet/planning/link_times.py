@@ -29,7 +29,7 @@ class LinkTimes:
             group per sender); False if a collective occupies all ranks from the last one's start (NCCL).
         compute_slowdown: factor by which matrix products are slower while a message is in flight, at least 1.
         memory_slowdown: the same for ops that mostly move rows; None if it was not measured apart.
-        queued: (bytes, ms by which a message arrives after the one that it is queued behind), ascending in bytes; empty
+        queued: (bytes, ms by which a message arrives after the message in front of it), ascending in bytes; empty
             if that is the time of a message alone. It excludes the latency, and the burst of a link after a rest.
         dispatches_apart: True if forward dispatches have connections of their own, so that they share the link with
             other messages in equal parts; False if all messages are sent one after the other.
@@ -57,7 +57,7 @@ class LinkTimes:
     inside_node_queued: Points = ()
 
     def all_to_all_of(self, kind: str) -> Points:
-        """``all_to_all`` for a kind of message: that of its hop, if it belongs to two."""
+        """``all_to_all`` for a kind of message: its hop's times, if it belongs to two hops."""
         if kind in BETWEEN_NODES:
             return self.between_nodes
         return self.inside_node if kind in INSIDE_NODE else self.all_to_all

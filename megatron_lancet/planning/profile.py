@@ -8,13 +8,13 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     dense layer   attention  mlp
 
 Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
-router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the whole
+router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the full
 micro-batch: the norm of the layer before it, the embedding of the next tokens and the projection.
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
-dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
-and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
+dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Next to the layers: ``embedding``
+and ``head`` (last norm, output layer, loss), both on the full micro-batch, and ``cut`` (a segment's micro-batch to
 chunks and back).
 """
 
@@ -55,7 +55,7 @@ class ModelFacts:
 
     Attributes:
         name: name of the profiled model; with ``device`` and ``versions`` the key of the cache.
-        layer_kinds: kind of each layer; those of multi-token predictions come last, a repeated one several times.
+        layer_kinds: kind of each layer; multi-token predictions come last, a repeated one several times.
         stage_of_layer: pipeline stage of each layer, from 0.
         micro_batch_size: samples of a micro-batch, B.
         seq_length: positions of a sample on this rank, S.
@@ -120,13 +120,13 @@ class ModelFacts:
 
     @property
     def layout(self) -> Layout:
-        """What a dispatch depends on, as far as a profile has it."""
+        """The layout that a dispatch depends on, as far as a profile has it."""
         return Layout(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity, self.nodes)
 
     def row_bytes_to(self, num_groups: int) -> int:
         """Bytes of one row in a forward dispatch that goes once to each of the groups which hold a part of the experts.
 
-        A combine's rows are those of the plain one. A wire in fp8 narrows hidden states further in forward dispatches
+        A combine has the plain combine's rows. fp8 messages narrow hidden states further in forward dispatches
         than in all other messages.
         """
         saved_in_dispatches = self.grad_row_bytes - self.row_bytes
@@ -220,7 +220,7 @@ class MemoryUse:
     """Activations that a layer's chunks keep from forward to backward.
 
     Attributes:
-        layer_kind: kind of the layer; none for activations beside the layers.
+        layer_kind: kind of the layer; none for activations outside the layers.
         saved_bytes: activations of one micro-batch, all chunks together.
         dispatch: what all-to-alls carried; plain for layers without experts.
     """
@@ -240,7 +240,7 @@ class HopRows:
         node_sent: to other nodes, one for each of its tokens and node.
         node_received: from other nodes.
         local_sent: to other ranks of its node, one for each row that has come to it (its own included) and rank; with
-            expert tensor parallelism for each holder of the experts.
+            expert tensor parallelism for each expert-TP rank.
         local_received: from other ranks of its node.
     """
 
@@ -291,7 +291,7 @@ class StepPace:
     Ranks differ slightly in pace, and at each all-to-all the others wait for the slowest one.
 
     Attributes:
-        forward: factor of forward ops, by layer (0 beside the layers) and rank.
+        forward: factor of forward ops, by layer (0 outside the layers) and rank.
         backward: factor of backward ops, by layer and rank.
     """
 
@@ -312,7 +312,7 @@ class Profile:
         measured_steps_ms: step time of each plan that was run for the profile, by the plan's text, for comparison.
         routing: routing of one micro-batch, by layer and chunk of each plan that was run; empty if unknown.
         paces: paces of some traced steps that are representative of all; empty if unknown.
-        gradients: gradient reduction beside the backward pass; None if it is part of ``rest_ms``.
+        gradients: gradient reduction during the backward pass; None if it is part of ``rest_ms``.
         expert_load: load of the experts in the traced steps; None if unknown.
     """
 

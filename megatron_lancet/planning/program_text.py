@@ -7,7 +7,7 @@ from megatron_lancet.schedule.ops import IN_TILES, Op, Phase
 from megatron_lancet.schedule.turns import MIRRORED, Concatenate, Cut, Instruction, Program
 
 _CUTS: dict[str, Cut | Concatenate] = {str(one): one for one in (Cut(), Concatenate())}
-_VERB_OF_TEXT = {(verb.prefix, str(verb.kind)): verb.of_all_rows for layer in all_layers() for verb in layer}
+_VERB_OF_TEXT = {(verb.prefix, str(verb.kind)): verb.untiled for layer in all_layers() for verb in layer}
 
 
 def parse_instruction(text: str) -> Instruction:

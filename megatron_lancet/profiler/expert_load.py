@@ -21,21 +21,21 @@ type RowsByLayer = Mapping[int, Sequence[Sequence[int]]]
 class ExpertRows:
     """Rows for the experts of this rank since the last :meth:`take`."""
 
-    def __init__(self, num_holders: int) -> None:
+    def __init__(self, expert_tp_size: int) -> None:
         """
         Args:
-            num_holders: V.
+            expert_tp_size: V.
         """
-        self._num_holders = num_holders
+        self._expert_tp_size = expert_tp_size
         self._rows: dict[int, list[list[int]]] = {}
 
     def add(self, layer: int, received: Sequence[Sequence[int]]) -> None:
         """Adds the counts of one exchange, [P * V][e]: the V ranks that hold the same experts are neighbours."""
         if layer not in self._rows:
-            self._rows[layer] = [[0] * len(of_peer) for of_peer in received[:: self._num_holders]]
+            self._rows[layer] = [[0] * len(of_peer) for of_peer in received[:: self._expert_tp_size]]
         totals = self._rows[layer]
         for peer, of_peer in enumerate(received):
-            total = totals[peer // self._num_holders]
+            total = totals[peer // self._expert_tp_size]
             for expert, rows in enumerate(of_peer):
                 total[expert] += rows
 
@@ -50,7 +50,7 @@ class ExpertRows:
         Args:
             owners: first number of the layer with each number.
         """
-        summed = ExpertRows(num_holders=1)
+        summed = ExpertRows(expert_tp_size=1)
         for layer, rows in self.take().items():
             summed.add(owners[layer], rows)
         return summed.take()

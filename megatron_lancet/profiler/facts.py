@@ -139,7 +139,7 @@ def _block(stage: LanguageModel) -> LayersByPlan:
 
 def _message_bytes(comm_dtype: CommDtype, kind: OpKind, phase: Phase, *tensors: torch.Tensor) -> int:
     """Returns the bytes of one row of tensors that are sent in one message of a kind."""
-    packed = RowLayout.of(tensors, comm_dtype.of_message(Op(None, None, phase, kind))).pack(tensors)
+    packed = RowLayout.of(tensors, comm_dtype.row_format(Op(None, None, phase, kind))).pack(tensors)
     return packed.element_size() * packed.shape[1:].numel()
 
 

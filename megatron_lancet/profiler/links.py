@@ -41,7 +41,7 @@ class Link:
         rank: this rank's place in it.
         size: ranks in it.
         largest_bytes: largest message of the run on any rank; the sweep goes at least as far.
-        share_what_leaves: whether several ranks share what leaves their node.
+        share_what_leaves: whether several ranks share the outgoing link of their node.
     """
 
     transport: Transport
@@ -109,8 +109,8 @@ def measure_links(wires: Wires) -> LinkTimes:
 def _sweep(link: Link | None, wires: Wires, budget_s: float) -> tuple[Points, Points]:
     """Returns the curves of messages alone, and of messages that are queued behind another. Collective over the world.
 
-    All ranks of the world send at once, each in its own group. So a node's ranks share what leaves it in the first of
-    two hops, as they do in a step. A group of one rank sends nothing, and its curves are empty.
+    All ranks of the world send at once, each in its own group. So a node's ranks share its outgoing link in the first
+    of two hops, as they do in a step. A group of one rank sends nothing, and its curves are empty.
 
     Args:
         link: None for connections that the run does not have.
@@ -130,7 +130,7 @@ def _sweep(link: Link | None, wires: Wires, budget_s: float) -> tuple[Points, Po
             about_ms = _median_ms(partial(_all_to_all_ms, start), 0.0)
             two_ms = partial(_two_all_to_alls_ms, start, wires.device, about_ms)
             found = _on_all_ranks(two_ms, share_s, _MIN_MESSAGES)
-            first_ms, next_ms = _of_busiest(rows, places, found, link.share_what_leaves)
+            first_ms, next_ms = _busiest_ms(rows, places, found, link.share_what_leaves)
             alone.append((_busiest_bytes(rows), first_ms))
             queued.append((_busiest_bytes(rows), next_ms))
     return fit(alone), fit(queued)
@@ -239,7 +239,7 @@ def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
     )
 
 
-def _of_busiest(
+def _busiest_ms(
     rows: Rows,
     places: Sequence[tuple[int, int]],
     ranks: Sequence[Sequence[Sequence[float]]],
@@ -249,7 +249,7 @@ def _of_busiest(
 
     The rank that receives most waits longest for bytes; of several such ranks the one that launched last waited for no
     other. The next message follows on all of them at once, so there their mean counts. Where ranks share a link, the
-    rows of one may all be sent before those of its neighbour, so the rank of all groups that gets its rows last counts.
+    rows of one may all be sent before its neighbour's rows, so the rank of all groups that gets its rows last counts.
 
     Args:
         places: group of each rank of the world, and the rank's place in it.

@@ -75,7 +75,7 @@ def plans_to_profile(
     dispatches: Sequence[Dispatch] = (),
     has_tiles: bool = False,
 ) -> list[Plan]:
-    """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
+    """Returns plans whose ops together give the costs of any plan: unchunked micro-batches, and each possible cut.
 
     All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready. What all-to-alls
     carry makes a difference to the ops that make and sum rows only, about the same in all chunks: one plan of whole
@@ -122,7 +122,7 @@ class ProfileRun:
         """Collective over all ranks of the world.
 
         Args:
-            plans: plans to measure, None for those of :func:`plans_to_profile`.
+            plans: plans to measure, None for :func:`plans_to_profile`.
             num_traced_steps: traced steps of each plan, after one in which memory is counted.
         """
         self._model = model
@@ -192,7 +192,7 @@ class ProfileRun:
         return from_rank_0(lambda: replace(self._profile(link, ranks, medians, paces), expert_load=load))
 
     def _samples(self, link: LinkTimes) -> Samples:
-        """The times of all traced steps. What is beside messages is told apart as the simulator's engine does it."""
+        """The times of all traced steps. Work during messages is separated as in the simulator's engine."""
         curves = {kind.value: Curve(points, flat_below=True) for kind in OpKind if (points := link.all_to_all_of(kind))}
 
         def message_ms(span: Span) -> float:
@@ -285,10 +285,10 @@ class ProfileRun:
             return None, None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         ranks = dist.get_process_group_ranks(counts_group)
-        num_holders = counts_group.size() // self._key.model.ep_size
+        expert_tp_size = counts_group.size() // self._key.model.ep_size
         wires = []
         for kinds, places in zip(
-            (BETWEEN_NODES, INSIDE_NODE), comm.nodes.hops_of(counts_group.rank(), num_holders), strict=True
+            (BETWEEN_NODES, INSIDE_NODE), comm.nodes.hops_of(counts_group.rank(), expert_tp_size), strict=True
         ):
             largest = max(from_all_ranks(max(self._largest_bytes[kind] for kind in kinds)))
             transport = comm.transport_of(Op(None, None, Phase.FORWARD, min(kinds)))

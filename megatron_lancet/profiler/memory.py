@@ -19,7 +19,7 @@ class SavedActivations:
     def __init__(self, trace: Trace, weights: Iterable[torch.Tensor]) -> None:
         """
         Args:
-            trace: trace of the same step; its entries tell the current op.
+            trace: trace of the same step; its entries give the current op.
             weights: parameters of the model, which are not activations.
         """
         self._trace = trace

@@ -24,7 +24,7 @@ class ChunkKey(NamedTuple):
 
 
 Rows = Mapping[ChunkKey, RoutedRows]
-"""Where the tokens of each chunk of a rank go."""
+"""Destinations of the tokens of each chunk of a rank."""
 
 
 class RankRouting(NamedTuple):
@@ -49,8 +49,8 @@ class RankRouting(NamedTuple):
 def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
     """Returns the rows of the first micro-batch of a step that ran under ``plan``, with any dispatch.
 
-    In a large group only those of whole micro-batches: each rank has a number for each other one, and the simulator
-    does not tell the chunks of such a group apart.
+    In a large group only the rows of unchunked micro-batches: each rank has a number for each other one, and the
+    simulator does not distinguish the chunks of such a group.
     """
     found = {}
     for name, rows in step.routed.items():
@@ -86,29 +86,30 @@ def chunk_routing(ranks: Sequence[RankRouting], ep_size: int, nodes: Nodes | Non
         if ep_size > 1 and set(rows_of) == set(range(ep_size)) and key not in found:
             of_ranks = [rows_of[place] for place in range(ep_size)]
             rows_to, tokens_to = [its.rows for its in of_ranks], [its.tokens for its in of_ranks]
-            of_holders = [by_key[holders, group, key] for group in sorted(groups[holders])]
+            by_expert_tp_rank = [by_key[holders, group, key] for group in sorted(groups[holders])]
             found[key] = ChunkRouting(
                 *key,
                 sent=_to_others(rows_to),
                 received=tuple(map(sum, zip(*rows_to, strict=True))),
                 sent_tokens=_to_others(tokens_to),
                 received_tokens=_to_others(list(zip(*tokens_to, strict=True))),
-                hops=None if nodes is None else hop_rows(of_holders, nodes),
+                hops=None if nodes is None else hop_rows(by_expert_tp_rank, nodes),
             )
     return tuple(found[key] for key in sorted(found))
 
 
-def hop_rows(of_holders: Sequence[Mapping[int, RoutedRows]], nodes: Nodes) -> HopRows:
+def hop_rows(by_expert_tp_rank: Sequence[Mapping[int, RoutedRows]], nodes: Nodes) -> HopRows:
     """Returns the rows of one chunk in two hops.
 
     A token goes once to each node, to the rank with its own rank's place there. That rank passes it on once to each
-    rank of the node that has any of its experts, and to every holder of these.
+    rank of the node that has any of its experts, and to every expert-TP rank of these.
 
     Args:
-        of_holders: rows by place, of each group whose ranks hold parts of the same experts; the first one's are meant.
+        by_expert_tp_rank: rows by place, of each group whose ranks hold parts of the same experts; the first one's are
+            meant.
     """
     per_node = nodes.ranks_per_node
-    own = of_holders[0]
+    own = by_expert_tp_rank[0]
     ranks = [divmod(rank, per_node) for rank in range(len(own))]
     to_node = [own[rank].node_tokens for rank in range(len(own))]
 
@@ -127,11 +128,11 @@ def hop_rows(of_holders: Sequence[Mapping[int, RoutedRows]], nodes: Nodes) -> Ho
             for node, place in ranks
         ),
         local_sent=tuple(
-            len(of_holders) * sum(passed_on(own, node, place, to) for to in places) - kept(node, place)
+            len(by_expert_tp_rank) * sum(passed_on(own, node, place, to) for to in places) - kept(node, place)
             for node, place in ranks
         ),
         local_received=tuple(
-            sum(passed_on(group, node, via, place) for group in of_holders for via in places) - kept(node, place)
+            sum(passed_on(group, node, via, place) for group in by_expert_tp_rank for via in places) - kept(node, place)
             for node, place in ranks
         ),
     )

@@ -85,7 +85,7 @@ def measure_slowdowns(
 
 
 def _fitting(kernel_of: Callable[[int], Kernel], rows: int, message_ms: float, device: torch.device) -> Kernel:
-    """Returns the kernel with as many of the rows as let it run several times beside a message."""
+    """Returns the kernel with as many of the rows as let it run several times during a message."""
     while True:
         kernel = kernel_of(rows)
         if rows <= _MIN_ROWS or _mean_ms(kernel, device) * _MIN_KERNELS <= _SHARE_OF_MESSAGE * message_ms:
@@ -94,7 +94,7 @@ def _fitting(kernel_of: Callable[[int], Kernel], rows: int, message_ms: float, d
 
 
 def _slowdown(kernel: Kernel, start: Callable[[], Transfer], message_ms: float, device: torch.device) -> float:
-    """Returns the median over ranks and repeats of the kernel's time beside a message divided by its time alone."""
+    """Returns the median over ranks and repeats of the kernel's time during a message divided by its time alone."""
     mean_ms = max(_mean_ms(kernel, device), 1e-6)
     number = max(1, min(_MAX_KERNELS, int(_SHARE_OF_MESSAGE * message_ms / mean_ms)))
     factors = []

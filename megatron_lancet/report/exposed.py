@@ -58,7 +58,7 @@ class ExposedTable:
         predicted_ms: prediction of the cost model; None without one.
         before_ms: time under the previous plan; None without one.
         chunks: chunks by layer, those outside the layers last, then by chunk number.
-        weight_grads: how much of the step's weight gradients ran beside messages; None if it had none of their own.
+        weight_grads: how much of the step's weight gradients ran during messages; None if it had none of their own.
     """
 
     measured_ms: float
@@ -82,7 +82,7 @@ class ExposedTable:
         table.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
         lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
         forward_ms, backward_ms = self.measured_in(Phase.FORWARD), self.measured_in(Phase.INPUT_GRAD)
-        lines.append(f"  of it {forward_ms:.2f} for messages of forwards, {backward_ms:.2f} for those of backwards")
+        lines.append(f"  of it {forward_ms:.2f} for messages of forwards, {backward_ms:.2f} for messages of backwards")
         by_kind = ", ".join(f"{kind} {ms:.2f}" for kind, ms in self.measured_by_kind().items())
         lines += [f"  of it by message: {by_kind}"] if by_kind else []
         hidden = [] if self.weight_grads is None else [f"  {self.weight_grads.as_text()}"]

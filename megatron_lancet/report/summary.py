@@ -14,7 +14,7 @@ from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 
 NUM_REPORT_WARM_UP_STEPS = 3
-"""Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
+"""Steps outside the report's medians: the first ones allocate, connect and record the order of reductions."""
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"

@@ -30,7 +30,7 @@ class AllToAll:
             splits: rows by rank; if they are pending, the message is launched when they are known. None if the rows
                 stay in place in both directions: the message keeps its places in the order of turns, and sends nothing.
             ends_backward_op: whether its launch in the backward is the end of the op that makes its gradients. Of the
-                messages with the parts of what one op makes, it is that of the first.
+                messages with the parts of one op's result, it is the first message's.
         """
         self.op = op
         self._comm = comm
@@ -50,13 +50,13 @@ class AllToAll:
         return ticket
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the received rows, [M, ...] of each tensor. A backward beside this forward runs first."""
+        """Returns the received rows, [M, ...] of each tensor. A backward paired with this forward runs first."""
         is_sent = self.wait_for_launch()
         assert is_sent, f"the rows of {self.op} were not sent in one message"
         return self.received(ticket)
 
     def wait_for_launch(self) -> bool:
-        """Waits until the splits are known, which comes before :meth:`received`. A backward beside this forward first.
+        """Waits until the splits are known, before :meth:`received`. A backward paired with this forward runs first.
 
         Returns:
             Whether the rows are sent in this message. Else the caller moves them, and calls :meth:`return_gradients`.
@@ -110,7 +110,7 @@ class AllToAll:
 
 
 def wait_in_forward(comm: Comm, op: Op, handle: Handle) -> tuple[torch.Tensor, ...]:
-    """Returns the rows of a forward's message, behind dWs of a backward beside this forward."""
+    """Returns the rows of a forward's message, behind dWs of a backward paired with this forward."""
     if comm.store is not None:
         if handle.on_cuda:
             comm.store.run_planned(op)

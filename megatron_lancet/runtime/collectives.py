@@ -36,8 +36,8 @@ def new_groups(
         own_ranks: ranks of this one's groups, the same on all of them.
         copies: number of groups with the same ranks.
         timeout: limit of their collectives.
-        backend: None for that of the world.
-        like: a group whose settings for NCCL the new ones get, too; None for NCCL's own.
+        backend: None for the world's.
+        like: a group whose settings for NCCL the new groups also get; None for NCCL's own.
     """
     mine: list[dist.ProcessGroup] = []
     for ranks in sorted({tuple(ranks) for ranks in from_all_ranks(own_ranks)}):

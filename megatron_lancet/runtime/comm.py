@@ -63,17 +63,17 @@ class BackwardMessages(Protocol):
 
 @dataclass(frozen=True)
 class CommSettings:
-    """What may change between the steps of a model; the same on all ranks, but for ``expert_rows``.
+    """Settings that may change between the steps of a model; the same on all ranks, but for ``expert_rows``.
 
     Attributes:
         dispatch: what all-to-alls carry.
         keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
             has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
-            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
-            after the other, the second is on the link while compute goes on with the first.
+            backward paired with it share the link, arrive at about the same time, and leave the link idle afterwards;
+            one after the other, the second transfers while the first is being used.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
             for no bound.
-        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
+        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while unused.
     """
 
     dispatch: Dispatch = PLAIN
@@ -112,8 +112,8 @@ class Comm:
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
             comm_dtype: number format of hidden states in messages.
             hops: connections of the messages of two hops; None if no plan of this model has any.
-            layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
-                if it is unknown.
+            layout: how the expert-parallel group lies on nodes, to count bytes that leave a node; None for the layout
+                of the hops, or if it is unknown.
             max_expert_rows: of the settings at first.
         """
         self.transport = transport
@@ -133,7 +133,7 @@ class Comm:
         self._launching = threading.Lock()
 
     def named(self, plan: Plan) -> str:
-        """The text of a plan, with what changes results beside it."""
+        """The text of a plan, with what changes results next to it."""
         return f"{plan}{self.comm_dtype.in_name}"
 
     def use(self, settings: CommSettings) -> None:
@@ -150,7 +150,7 @@ class Comm:
     def position(self) -> str:
         """The last op of this rank and its state, for error messages and hanging ranks.
 
-        While a forward runs beside a backward, it is that of the one that has the turn, then that of the other.
+        While a forward runs during a backward, first comes the one that has the turn, then the other.
         """
         return self.progress.position(self._in_words)
 

@@ -37,19 +37,19 @@ class CommTimes:
             nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
-        between_nodes_bytes: those of them that left the node; 0 where it is not known how ranks lie on nodes.
+        between_nodes_bytes: bytes that left the node; 0 where it is not known how ranks lie on nodes.
         between_nodes_rows: rows that left the node in forward dispatches; 0 as above.
         num_routed_tokens: tokens of which these were the rows, counted in each layer with experts.
         num_chunks: chunks that this rank's experts worked on, counted in each layer with experts.
         num_expert_rows: rows of these chunks.
         peak_expert_rows: the most rows that they worked on at a time.
-        num_split_chunks: those of the chunks that were sent in several rounds, because a rank would have received more
+        num_split_chunks: chunks that were sent in several rounds, because a rank would have received more
             rows than ``--lancet-max-expert-rows``.
         num_split_steps: 1 in a step with such a chunk.
         most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
-            beside it: on the CPU while it was in flight.
-            On CUDA the host only knows that it enqueued them there; the message may have arrived before they ran.
+            next to it: on the CPU while it was in flight.
+            On CUDA the host has only enqueued them there; the message may have arrived before they ran.
         num_dw_early: deferred dWs that ran before their gap, because memory for them was bounded.
         num_dw_late: deferred dWs that ran behind the wait that ended their window, or at the end of a backward pass.
         peak_dw_bytes: peak memory pinned by deferred dWs.

@@ -159,7 +159,7 @@ class Exchange:
         self.error: Exception | None = None
         self.transfer: Transfer | None = None
         self._comm = comm
-        self._layout = RowLayout.of(tensors, comm.comm_dtype.of_message(op))
+        self._layout = RowLayout.of(tensors, comm.comm_dtype.row_format(op))
         self._sent = self._received = self._layout.pack(tensors)
         self._ready = ReadyEvent(self._sent) if self.pending is not None else None
         self._result: tuple[torch.Tensor, ...] | None = None

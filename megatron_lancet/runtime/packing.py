@@ -82,7 +82,7 @@ class RowLayout:
         """Returns the tensors [N, ...] of a message: views of it, unless it was narrowed."""
         columns = self._columns(packed) if len(self._parts) > 1 else [packed]
         if self.row_format is not RowFormat.EXACT:
-            # The others are copied, so that what is kept of them does not keep the narrow rows beside the wide ones.
+            # The others are copied, so that what is kept of them does not keep the narrow rows next to the wide ones.
             columns = [
                 self._widened(columns),
                 *(column.clone() for column in columns[1 + len(columns) - len(self.dtypes) :]),

@@ -11,7 +11,7 @@ from megatron_lancet.schedule.plan import Plan
 
 
 class Position:
-    """The last op of a rank. Another class of ``registry.py`` may also let forwards run beside backwards.
+    """The last op of a rank. Another class of ``registry.py`` may also pair forwards with backwards.
 
     Attributes:
         trace: trace of the current step, None while nothing is recorded.

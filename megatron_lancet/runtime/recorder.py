@@ -1,4 +1,4 @@
-"""What the runtime and the model tell a recorder of a step; see ``trace.py``."""
+"""The calls by which the runtime and the model record a step; see ``trace.py``."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -11,8 +11,8 @@ that both branches are complete when it is reached.
 Everything between two reports is one op, except for the waits and deferred weight gradients cut out of it. On CUDA
 points in time are events on the compute stream, resolved at the end of the step.
 
-A forward that runs beside a backward has a log of its own. Each hand-over from one to the other is in both logs, and
-the time of the other is cut out of an op like a wait.
+A forward that is paired with a backward has a log of its own. Each hand-over from one to the other is in both logs,
+and the time of the other is cut out of an op like a wait.
 """
 
 import os
@@ -56,7 +56,7 @@ class What(Enum):
     RESUME = auto()
     """The wait or weight gradient ends."""
     LEAVE = auto()
-    """The forward beside this backward, or the backward beside this forward, runs from here on."""
+    """The forward paired with this backward, or the backward paired with this forward, runs from here on."""
     RETURN = auto()
     """This one runs again."""
 
@@ -69,9 +69,9 @@ class Busy(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of the log; ``lane`` is that of a wait or weight gradient.
+    """An entry of the log; ``lane`` is the lane of a wait or weight gradient.
 
-    ``busy`` is that of the thread which made it; None where it is not known.
+    ``busy`` is the busy time of the thread that made it; None where it is not known.
     """
 
     what: What
@@ -85,7 +85,7 @@ class Blocked(NamedTuple):
     """A part of the step in which the thread that computes was blocked: neither running nor waiting for a core.
 
     Attributes:
-        start_ms: begin of the part, in which no op begins or ends.
+        start_ms: start of the part, in which no op begins or ends.
         end_ms: the same for its end.
         ms: how much of it.
     """
@@ -99,7 +99,7 @@ class BusyClock:
     """Tells how long the calling thread has run or waited for a core, by Linux's figures of its scheduler.
 
     What a thread was away for beyond that it slept: in a lock, a read from a disk, a ``sleep``. A rank whose core does
-    other work, too, is not blocked by that, but waits for the core.
+    other work is not blocked by that, but waits for the core.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class WeightGradFacts:
 
 
 class RoutedRows(NamedTuple):
-    """Where the tokens of one chunk of a rank go in one layer, whatever its dispatch carries.
+    """Destinations of the tokens of one chunk of a rank in one layer, for any dispatch.
 
     Attributes:
         rows: pairs of a token and one of its experts, by rank of the expert.
@@ -178,7 +178,7 @@ class StepTrace:
         bytes_to: bytes that each payload message of a name sent to each rank that it connects, in rank order; 0 for
             this rank. By name, in the order of waits.
         blocked: where the thread that computes was blocked, waits for messages apart; empty on CUDA, where times are
-            those of the device.
+            times of the device.
     """
 
     timeline: RankTimeline
@@ -313,7 +313,7 @@ class Trace:
         Args:
             name: op of the experts.
             routing_map_tE: bool, [t, E]; must not be changed afterwards.
-            num_local_experts: experts of each rank; those of one rank are neighbours.
+            num_local_experts: experts of each rank; the experts of a rank are neighbours.
             nodes: how the expert-parallel group lies on nodes; None where that is unknown.
         """
         self._routing_maps.setdefault(name, (routing_map_tE, num_local_experts, nodes))

@@ -29,7 +29,7 @@ class DeferredWeight:
 
     On CUDA it is created on the stream on which autograd runs DDP's hooks of other parameters: Megatron wraps a model
     on a stream of its own, and an accumulation node keeps the stream that was current when it was made. Reports are
-    made on this stream, too, behind the dWs, so that all that DDP does to a bucket is on one stream, as in stock.
+    also made on this stream, behind the dWs, so all of DDP's work on a bucket is on one stream, as in stock.
 
     Attributes:
         name: name of the dW op, for example ``L3.W.linear_fc1``.
@@ -268,7 +268,7 @@ class WeightGradStore:
             self._run_in_gap(task)
 
     def run_planned(self, op: Op) -> None:
-        """Runs the dWs planned for ``op``, a message of the forward beside the backward."""
+        """Runs the dWs planned for ``op``, a message of the forward paired with the backward."""
         self._queue.begin_gap(str(op))
         while (task := self._queue.take_planned()) is not None:
             self._run_in_gap(task)
@@ -316,7 +316,7 @@ class WeightGradStore:
         )
 
     def expect_inner_backward(self) -> None:
-        """Called from a backward function before it runs a backward of its own, whose end is not that of the pass."""
+        """Called from a backward function before it runs a backward of its own, which ends before the pass does."""
         if self._rules.defers:
             self._flush_at_end_of_backward()
 

@@ -1,1 +1,1 @@
-"""What runs when, as data: ops, plans and the rules that make them. Imports neither torch nor megatron."""
+"""The order of ops as data: ops, plans and the rules that make them. Imports neither torch nor megatron."""

@@ -32,10 +32,10 @@ class CommDtype(StrEnum):
 
     @property
     def in_name(self) -> str:
-        """What follows the name of a plan or a model whose messages have this format."""
+        """Suffix of the name of a plan or a model whose messages have this format."""
         return "" if self is CommDtype.EXACT else f" comm_dtype={self}"
 
-    def of_message(self, op: Op) -> RowFormat:
+    def row_format(self, op: Op) -> RowFormat:
         """The format of one message of a run with this format."""
         if self is CommDtype.EXACT:
             return RowFormat.EXACT

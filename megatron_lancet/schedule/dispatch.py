@@ -1,4 +1,4 @@
-"""How the rows of a chunk get to their experts and back: which messages a layer has, and which ops beside them.
+"""How the rows of a chunk get to their experts and back: which messages a layer has, and which ops next to them.
 
 A plan has one :class:`Dispatch`. :data:`PLAIN` sends what stock sends. The others are features, which ``registry.py``
 names. What a dispatch costs says its class of costs, which the planner loads and the model does not need.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron_lancet.schedule.layout import Blocker, Layout
 
 
-class OwnRows(StrEnum):
-    """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
+class LocalTokens(StrEnum):
+    """When a rank's experts work on local tokens, if rows of other ranks come in tiles."""
 
     HALF = "half"
     """One half while the dispatch is in flight, the other while the combine is."""
@@ -31,7 +31,7 @@ NO_TILES = "this installation of Megatron-Lancet lacks features/tiles"
 
 
 class Dispatch(Named):
-    """What all-to-alls carry, and in which messages. The combine brings as many rows back.
+    """The rows of all-to-alls, and their messages. The combine brings as many rows back.
 
     Two of the same name are equal. They sort by name.
 
@@ -43,7 +43,7 @@ class Dispatch(Named):
         costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
         measured_as: names of the dispatches whose ops do as much as its own, the nearest first; the plain one comes
             after them.
-        messages: the messages that take the place of the plain dispatch and of the plain combine, of those that travel
+        messages: the messages that replace the plain dispatch and the plain combine, of those that are sent
             farthest.
         similar_ops: ops that the plain dispatch does not have, and plain ones that move rows in the same way.
         needs_nodes: whether messages need connections between nodes and inside a node.
@@ -92,8 +92,8 @@ class Dispatch(Named):
         return self == PLAIN
 
     @property
-    def whole(self) -> "Dispatch":
-        """The same rows, each message of a chunk with all of them."""
+    def untiled(self) -> "Dispatch":
+        """The same dispatch without tiles."""
         return self
 
     @cached_property
@@ -114,12 +114,12 @@ class Dispatch(Named):
         """Why a layout can't have it; None if it can. All else that a plan works with works with it."""
         return None
 
-    def in_tiles(self, tiles: int, own_rows: OwnRows = OwnRows.HALF) -> "Dispatch":
+    def in_tiles(self, tiles: int, local_tokens: LocalTokens = LocalTokens.HALF) -> "Dispatch":
         """The same dispatch with its rows in tiles.
 
         Args:
             tiles: number of tiles; 0 for none.
-            own_rows: when the experts work on the rows that stay on the rank.
+            local_tokens: when the experts work on the rows that stay on the rank.
 
         Raises:
             ValueError: it can't have tiles.
@@ -131,12 +131,12 @@ class Dispatch(Named):
         if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
-        return _tiled(self, tiles, own_rows)
+        return _tiled(self, tiles, local_tokens)
 
 
 @cache
-def _tiled(dispatch: Dispatch, tiles: int, own_rows: OwnRows) -> Dispatch:
-    tiled: Dispatch = registry.tiled()(dispatch, tiles, own_rows)
+def _tiled(dispatch: Dispatch, tiles: int, local_tokens: LocalTokens) -> Dispatch:
+    tiled: Dispatch = registry.tiled()(dispatch, tiles, local_tokens)
     return tiled
 
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class LayerKind(StrEnum):
-    """Kind of a layer. A GPT's layers have two parts each, those of a hybrid model only one."""
+    """Kind of a layer. A GPT's layers have two parts each, layers of a hybrid model only one."""
 
     MOE = "moe"
     """Attention and routed experts."""
@@ -20,7 +20,7 @@ class LayerKind(StrEnum):
     MTP = "mtp"
     """Op and weight that precede the layer of a multi-token prediction; the layer is one of the others."""
     NONE = "none"
-    """Ops and weights beside the layers: embedding, head."""
+    """Ops and weights outside the layers: embedding, head."""
 
     @property
     def has_experts(self) -> bool:

@@ -3,7 +3,7 @@
 An op has the same name in plans, traces, timelines, errors and reports.
 
 An op prints as ``L3.c0.F.experts`` (layer 3, chunk 0, forward, experts), ``L3.W.mlp.linear_fc1`` (the weight gradient
-of a layer's linear layer, all chunks) or ``F.head`` (beside the layers), and is parsed from that string again.
+of a layer's linear layer, all chunks) or ``F.head`` (outside the layers), and is parsed from that string again.
 """
 
 import re
@@ -33,10 +33,10 @@ _PHASES_IN_WORDS = {
 
 
 class OpKind(StrEnum):
-    """What an op does, in Megatron's words, in the order of the data. No other file spells these strings."""
+    """Kind of an op, in Megatron's words, in the order of the data. No other file spells these strings."""
 
     EMBEDDING = "embedding"
-    """Token and position embedding, on the whole micro-batch."""
+    """Token and position embedding, on the full micro-batch."""
     CUT = "cut"
     """Splitting a micro-batch into chunks, and concatenating them again."""
     ATTENTION = "attention"
@@ -64,7 +64,7 @@ class OpKind(StrEnum):
     OWN_EXPERTS = "own_experts"
     """The routed experts of this rank, on the rows that stay on it, where the rows of other ranks come in tiles."""
     EXPERTS = "experts"
-    """The routed experts of this rank, on the rows received; with tiles, on those of other ranks."""
+    """The routed experts of this rank, on the rows received; with tiles, on rows of other ranks."""
     COMBINE = "combine"
     """Message: the experts' outputs back to the ranks of their tokens."""
     LOCAL_COMBINE = "local_combine"
@@ -76,10 +76,10 @@ class OpKind(StrEnum):
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
     MTP_PROJECTION = "mtp_projection"
-    """What precedes the layer of a multi-token prediction, on the whole micro-batch: the norm of the layers before it,
+    """Runs before the layer of a multi-token prediction, on the full micro-batch: the norm of the layers before it,
     the embedding of the next tokens and the projection of both."""
     HEAD = "head"
-    """Final norm, output layer and loss, on the whole micro-batch."""
+    """Final norm, output layer and loss, on the full micro-batch."""
 
     @property
     def is_message(self) -> bool:
@@ -125,7 +125,7 @@ class Op:
     """One op, for example ``L3.c0.F.dispatch``.
 
     Attributes:
-        layer: Megatron's global layer number, from 1; None for an op beside the layers.
+        layer: Megatron's global layer number, from 1; None for an op outside the layers.
         chunk: index of the chunk in its micro-batch, from 0; None for an op of all chunks.
         phase: forward, input gradient (dX) or weight gradient (dW).
         kind: an :class:`OpKind`; of a weight gradient the weight's name inside its layer, or in the model.
@@ -149,7 +149,7 @@ class Op:
 
     @staticmethod
     def beside_layers(phase: Phase, kind: str) -> "Op":
-        """An op of the whole micro-batch in no layer, for example ``F.head``."""
+        """An op of the full micro-batch in no layer, for example ``F.head``."""
         return Op(None, None, phase, kind)
 
     @staticmethod
@@ -166,7 +166,7 @@ class Op:
 
     @staticmethod
     def find(name: str) -> "Op | None":
-        """Like :meth:`parse`; None for other names of spans, such as those of gradient reductions."""
+        """Like :meth:`parse`; None for other names of spans, such as gradient reductions."""
         match = _FORM.fullmatch(name)
         if match is None:
             return None
@@ -201,7 +201,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Verb:
-    """What is done with an op; one subclass for each.
+    """An instruction on an op; one subclass for each.
 
     Attributes:
         kind: kind of the op.
@@ -213,7 +213,7 @@ class Verb:
     prefix: ClassVar[str] = ""
 
     @property
-    def of_all_rows(self) -> Self:
+    def untiled(self) -> Self:
         """The same verb without a tile."""
         return self if self.tile is None else replace(self, tile=None)
 
@@ -254,4 +254,4 @@ class AddResidual(Verb):
 
 
 Layer = tuple[Verb, ...]
-"""What a chunk does in a layer, in order."""
+"""The instructions of a chunk in a layer, in order."""

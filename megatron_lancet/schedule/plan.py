@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron_lancet import registry
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 
 PLAN_VERSION = 3
 NO_PAIRING = "this installation of Megatron-Lancet lacks features/pairing"
@@ -27,7 +27,7 @@ class OverlapRange(StrEnum):
     """The part of a segment's layers that runs chunk by chunk (Lancet section 5: partition ranges)."""
 
     EXPERTS = "experts"
-    """From dispatch to combine; the router runs on the whole micro-batch."""
+    """From dispatch to combine; the router runs on the full micro-batch."""
     GATE = "gate"
     """From the router to combine."""
     STACK = "stack"
@@ -62,7 +62,7 @@ class Segment:
         tiles: parts, with a message each, in which the rows of a chunk go to other ranks and back (Comet section 3: the
             experts start with the rows that are here, and outputs leave part by part); 0 for one message of all rows,
             those that stay included.
-        own_rows: with tiles, when the experts work on the rows that stay on the rank.
+        local_tokens: with tiles, when the experts work on local tokens.
     """
 
     first_layer: int
@@ -72,7 +72,7 @@ class Segment:
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
     tiles: int = field(default=0, metadata=OMITTED_AT_DEFAULT)
-    own_rows: OwnRows = field(default=OwnRows.HALF, metadata=OMITTED_AT_DEFAULT)
+    local_tokens: LocalTokens = field(default=LocalTokens.HALF, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.tiles < 0:
@@ -85,7 +85,7 @@ class Segment:
 
     def __str__(self) -> str:
         multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
-        tiles = f" tiles={self.tiles} own-rows={self.own_rows}" if self.tiles else ""
+        tiles = f" tiles={self.tiles} local-tokens={self.local_tokens}" if self.tiles else ""
         return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{tiles}"
 
     def all_to_alls_per_layer(self, dispatch: Dispatch) -> int:
@@ -94,19 +94,14 @@ class Segment:
 
     def in_tiles(self, dispatch: Dispatch) -> Dispatch:
         """The plan's dispatch as this segment has it, with its tiles."""
-        return dispatch.in_tiles(self.tiles, self.own_rows)
+        return dispatch.in_tiles(self.tiles, self.local_tokens)
 
     @property
     def overlaps(self) -> bool:
         """Whether a chunk's message is in flight while the rank computes on other rows of the micro-batch."""
         return self.num_chunks > 1 or self.tiles > 0
 
-    @property
-    def without_tiles(self) -> "Segment":
-        """The same segment with one message of all rows."""
-        return replace(self, tiles=0, own_rows=OwnRows.HALF) if self.tiles else self
-
-    def of_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
+    def with_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
         """Other layers that run in the same way: global numbers, None for the model's last."""
         return replace(self, first_layer=first_layer, last_layer=last_layer)
 
@@ -134,11 +129,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The backward of each micro-batch runs beside the forward of the next one, see ``schedule/pairing.py``.
+    """The backward of each micro-batch is paired with the forward of the next, see ``schedule/pairing.py``.
 
     At the two ends of a step a micro-batch has a forward or a backward without such a partner. With gradient
-    accumulation these are the first and the last one, with pipeline stages those of the warm-up and of the cool-down.
-    They may run by settings of their own, such as more chunks.
+    accumulation these are the first and the last one, with pipeline stages the warm-up's and the cool-down's. They may
+    run by settings of their own, such as more chunks.
 
     Attributes:
         end_segments: like :attr:`Plan.segments`, for these micro-batches.
@@ -164,8 +159,9 @@ class Plan:
         dw_memory_bytes: memory that deferred dWs may keep alive on a rank; None for no bound other than the window.
             If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
         gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
-        pairing: what else holds if backwards run beside forwards; None if micro-batches run one after the other.
+        pairing: what else holds if backwards are paired with forwards; None if micro-batches run one after the other.
         dispatch: what all-to-alls carry, in all micro-batches.
+        fused_attention: whether local layers have torch's fused kernel also where chunks do not need it.
     """
 
     segments: tuple[Segment, ...]
@@ -175,6 +171,7 @@ class Plan:
     gaps: tuple[Gap, ...] = ()
     pairing: Pairing | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
     dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
+    fused_attention: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
@@ -187,13 +184,15 @@ class Plan:
         if self.pairing is not None:
             if not registry.has_pairing():
                 raise ValueError(f"no pairs: {NO_PAIRING}. Install the whole package, or plan without pairing")
-            _ = self.at_ends  # is a plan, too
+            _ = self.at_ends  # is also a plan
 
     def __str__(self) -> str:
         bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
         text = f"{_segments_text(self.segments)} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
         if not self.dispatch.is_plain:
             text += f" dispatch={self.dispatch}"
+        if self.fused_attention:
+            text += " attention=fused"
         if self.pairing is None:
             return text
         ends = self.pairing
@@ -213,7 +212,7 @@ class Plan:
 
     @property
     def is_paired(self) -> bool:
-        """Whether backwards run beside forwards."""
+        """Whether backwards are paired with forwards."""
         return self.pairing is not None
 
     @property
@@ -224,7 +223,7 @@ class Plan:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the rows of a chunk travel in parts in any segment of any micro-batch."""
+        """Whether the rows of a chunk are sent in tiles in any segment of any micro-batch."""
         return any(segment.tiles for segment in (*self.segments, *self.at_ends.segments))
 
     @property
@@ -266,7 +265,7 @@ class Plan:
 
 
 def paired(middle: Plan, ends: Plan | None = None) -> Plan:
-    """A plan that runs each backward beside the next forward.
+    """A plan that pairs each backward with the next forward.
 
     Args:
         middle: settings of the micro-batches in the middle of a step, without pairing.
@@ -305,7 +304,7 @@ def fixed_plan(
     chunk_multiple: int = 1,
     dispatch: Dispatch = PLAIN,
     tiles: int = 0,
-    own_rows: OwnRows = OwnRows.HALF,
+    local_tokens: LocalTokens = LocalTokens.HALF,
 ) -> Plan:
     """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
@@ -316,8 +315,10 @@ def fixed_plan(
         chunk_multiple: sizes of chunks are multiples of this number of samples or positions.
         dispatch: what all-to-alls carry.
         tiles: see :class:`Segment`.
-        own_rows: see :class:`Segment`.
+        local_tokens: see :class:`Segment`.
     """
-    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple, tiles=tiles, own_rows=own_rows)
+    segment = Segment(
+        1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple, tiles=tiles, local_tokens=local_tokens
+    )
     window = segment.all_to_alls_per_layer(dispatch) if dw_policy is DwPolicy.FILL else 0
     return Plan((segment,), dw_policy, window, dw_memory_bytes, dispatch=dispatch)

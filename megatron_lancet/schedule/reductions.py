@@ -1,4 +1,4 @@
-"""Gradient reductions beside all-to-alls: priority, micro-ops of a bucket, and when they are launched.
+"""Gradient reductions during all-to-alls: priority, micro-ops of a bucket, and when they are launched.
 
 A running collective can't be preempted, so reductions between two all-to-alls must be small (Lina, training part).
 """
@@ -25,7 +25,7 @@ _BEFORE_PLACE = FIRST_DISPATCHES
 
 
 class CommPriority(StrEnum):
-    """Which of gradient reductions and all-to-alls gets the network first."""
+    """Order of gradient reductions and all-to-alls on the network."""
 
     OFF = "off"
     """First come, first served: Megatron launches a bucket's reduction when its gradients are complete."""

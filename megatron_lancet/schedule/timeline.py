@@ -21,7 +21,7 @@ class Span:
 
     Attributes:
         name: an :class:`~megatron_lancet.schedule.ops.Op` as text (``L3.c0.F.experts``), a weight gradient's name
-            (``L3.W.self_attention.linear_qkv``) or an op beside the layers (``F.head``). In the wait lane it is the
+            (``L3.W.self_attention.linear_qkv``) or an op outside the layers (``F.head``). In the wait lane it is the
             message that is waited for.
         start_ms: time since the start of the step.
         end_ms: the same for its end.

@@ -55,7 +55,7 @@ EXPERTS_LAYER: Layer = (
 )
 
 MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
-"""Needs the next tokens' embeddings, so the micro-batch is whole here."""
+"""Needs the next tokens' embeddings, so the micro-batch is not cut here."""
 VERBS: dict[LayerKind, Layer] = {
     LayerKind.MOE: (Compute(OpKind.ATTENTION), *EXPERTS_LAYER),
     LayerKind.DENSE: (Compute(OpKind.ATTENTION), Compute(OpKind.MLP)),
@@ -89,7 +89,7 @@ class Instruction(NamedTuple):
 
     Attributes:
         layer: Megatron's global layer number, from 1.
-        chunk: index of the chunk; 0 where the micro-batch is whole.
+        chunk: index of the chunk; 0 where the micro-batch is not cut.
         phase: forward or input gradient. Programs of segments are forward.
     """
 
@@ -117,7 +117,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Concatenate:
-    """Concatenate the chunks: from here on instructions are for the whole micro-batch."""
+    """Concatenate the chunks: from here on instructions are for the full micro-batch."""
 
     def __str__(self) -> str:
         return "concatenate"
@@ -133,12 +133,12 @@ def verbs_of(
     num_chunks: int = 1,
     dispatch: Dispatch = PLAIN,
 ) -> Layer:
-    """What a chunk does in a layer of a kind, in order.
+    """The verbs of a chunk in a layer of a kind, in order.
 
     Args:
         has_shared_experts: whether the model's MoE layers have experts that see all tokens.
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch. Then the numbers of rows
-            are known without token counts, but not those of a chunk, which has any part of an expert's rows.
+            are known without token counts, but not a chunk's splits, which has any part of an expert's rows.
         num_chunks: number of chunks of a micro-batch.
         dispatch: what all-to-alls carry, and in how many tiles.
     """
@@ -149,7 +149,7 @@ def verbs_of(
 
 
 def mtp_layer(layer: Layer) -> Layer:
-    """The verbs of a multi-token prediction: those of its transformer layer, after the projection of the whole."""
+    """The verbs of a multi-token prediction: its transformer layer's, after the projection of the micro-batch."""
     return (MTP_PROJECTION, *layer)
 
 
@@ -186,7 +186,7 @@ def _stacks(layers: Sequence[tuple[int, Layer]], overlap_range: OverlapRange) ->
 
 
 def split_layer(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
-    """Splits a layer into what runs on the whole micro-batch, then in chunks, then on the whole again."""
+    """Splits a layer into what runs on the full micro-batch, then in chunks, then on the full micro-batch again."""
     if overlap_range.has_attention:
         num_whole = layer.count(MTP_PROJECTION)
         return layer[:num_whole], layer[num_whole:], ()

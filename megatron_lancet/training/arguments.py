@@ -92,7 +92,7 @@ def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetC
     """Parses ``sys.argv`` with Megatron's parser; does not validate settings against each other.
 
     Args:
-        features: the optional features that the run knows.
+        features: the optional features of the run.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -106,7 +106,7 @@ def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetC
 
 
 def with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:
-    """The settings that parsed arguments give, with those of features.
+    """The settings that parsed arguments give, features included.
 
     Raises:
         UsageError: a value is outside the range of its flag.
@@ -120,7 +120,7 @@ def config_from_words(words: Sequence[str], features: Sequence[Feature] = ()) ->
     """Parses ``--lancet-*`` flags for a program that has a command line of its own.
 
     Args:
-        features: the optional features that the run knows.
+        features: the optional features of the run.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -250,7 +250,7 @@ def _check_local_modules(args: argparse.Namespace) -> None:
     if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:
         raise UsageError(
             "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "
-            "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine."
+            "are also compressed: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine."
         )
 
 
@@ -269,7 +269,7 @@ def check_modes(args: argparse.Namespace) -> None:
     """Refuses runs that do something else than pretrain a model on plain text.
 
     Raises:
-        UsageError: a flag asks for something else, is retired, or names our own layer specification.
+        UsageError: a flag is for another task, is retired, or names our own layer specification.
     """
     refuse_other_tasks(args)
     if args.spec is not None and tuple(args.spec) == OWN_SPEC:

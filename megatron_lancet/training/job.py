@@ -46,9 +46,9 @@ def run_job(
 
     Args:
         device: device of this rank.
-        status: receives a function that tells how far the rank is.
+        status: receives a function that returns how far the rank is.
         datasets: what Megatron's loop calls for its data; None for the data that the arguments name.
-        features: the optional features that the run knows.
+        features: the optional features of the run.
 
     Raises:
         UsageError: the command line, a file or this machine does not allow the run.
@@ -66,7 +66,7 @@ def run_job(
     note = one_connection_note(device) if choice.plan is not None else None
     if note is not None:
         say(f"Megatron-Lancet environment: {note}")
-    # Megatron's validation has set it to False; stages then tell each other the shape of each message.
+    # Megatron's validation has set it to False; stages then send each other the shape of each message.
     samples = own_samples(args, config)
     varies = samples is not None or shapes_vary(args, choice.plan is not None)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies

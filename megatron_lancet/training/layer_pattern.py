@@ -11,9 +11,9 @@ _STATE_SPACE = "its kernels need a GPU, where the overlap was not compared with 
 OTHER_LAYERS = {
     Symbols.MAMBA: f"Mamba: {_STATE_SPACE}",
     Symbols.GDN: f"gated delta net: {_STATE_SPACE}",
-    Symbols.DS_ATTENTION: "sparse attention: its indexer has a loss of the whole micro-batch",
+    Symbols.DS_ATTENTION: "sparse attention: its indexer has a loss of the full micro-batch",
 }
-"""Symbols of ``--hybrid-layer-pattern`` whose layers the overlap does not know, each with the reason."""
+"""Symbols of ``--hybrid-layer-pattern`` whose layers the overlap does not support, each with the reason."""
 
 
 def hybrid_pattern(args: argparse.Namespace) -> str | None:
@@ -52,7 +52,7 @@ def check_hybrid_pattern(args: argparse.Namespace) -> None:
 
 
 def other_layers(args: argparse.Namespace) -> str | None:
-    """The first part of a hybrid model that the overlap does not know, with the reason; None if it knows all."""
+    """The first part of a hybrid model that the overlap does not support, with the reason; None if it supports all."""
     pattern = hybrid_pattern(args) or ""
     for symbol, reason in OTHER_LAYERS.items():
         if symbol in pattern:
@@ -105,5 +105,5 @@ def _kinds(symbols: str) -> list[LayerKind]:
         return kinds_of_pattern(symbols)
     except ValueError as error:
         raise UsageError(
-            f"--hybrid-layer-pattern: {error}; plan files and dry runs know layers *, +, E and - only."
+            f"--hybrid-layer-pattern: {error}; plan files and dry runs support layers *, +, E and - only."
         ) from error

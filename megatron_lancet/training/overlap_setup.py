@@ -46,8 +46,8 @@ class OverlapSetup:
             timeout: maximum wait for other ranks' messages.
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
-            features: those of the run, which change the prepared model; read when it is built.
-            same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
+            features: the run's features, which change the prepared model; read when it is built.
+            same_on_all_ranks: plain values by name that all ranks must have, in addition to the plan.
         """
         self.plan = plan
         self._sdpa = sdpa

@@ -64,7 +64,7 @@ def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.dev
 def facts_of_run(
     args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
 ) -> RunFacts:
-    """What features may ask of a run with this plan.
+    """The settings of a run with this plan that features may change.
 
     Args:
         device: device of this rank; None in a dry run.
@@ -84,7 +84,7 @@ def check_features(facts: RunFacts) -> None:
 
 
 def notes_of_features(facts: RunFacts) -> str:
-    """What the line on the plan says of features."""
+    """The features' parts of the plan's line."""
     return "".join(feature.note(facts) for feature in facts.config.features)
 
 
@@ -107,7 +107,7 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
 
 
 class Run:
-    """What both kinds of runs have.
+    """The common parts of both kinds of runs.
 
     Attributes:
         facts: what was known before the run.

@@ -24,11 +24,14 @@ class Saved:
         num_bytes: bytes on a rank, for one micro-batch.
         module: name in ``--recompute-modules`` with which the tensor is recomputed; empty if it is always kept.
         also: a second such name.
+        is_kept_by_plans: whether a plan keeps it even if its module is recomputed: a plan recomputes what lies between
+            two collectives, and repeats no message.
     """
 
     num_bytes: float
     module: str = ""
     also: str = ""
+    is_kept_by_plans: bool = False
 
 
 def layer_tensors(args: argparse.Namespace, kind: LayerKind, saves_scores: bool) -> Iterator[Saved]:
@@ -98,7 +101,7 @@ def _attention(args: argparse.Namespace) -> Iterator[Saved]:
 
 
 def is_gated(args: argparse.Namespace) -> bool:
-    """Whether the first layer of an MLP has a gate of the same size beside it."""
+    """Whether the first layer of an MLP has a gate of the same size next to it."""
     return args.swiglu or args.quick_geglu
 
 
@@ -126,10 +129,11 @@ def _mlp(args: argparse.Namespace, rows: float, ffn: int, num_shards: int) -> It
 def _moe(args: argparse.Namespace) -> Iterator[Saved]:
     """The router's scores, the rows that the experts received, tensors inside the experts, and the shared expert."""
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    yield Saved(2 * tokens(args) / ranks * args.num_experts * FP32_BYTES, "moe")
+    yield Saved(2 * tokens(args) / ranks * args.num_experts * FP32_BYTES, "moe", is_kept_by_plans=True)
     rows = tokens(args) / ranks * args.moe_router_topk * args.expert_tensor_parallel_size
     rows *= args.moe_expert_capacity_factor or 1
-    yield Saved(rows * (args.moe_latent_size or args.hidden_size) * value_bytes(args), "moe")
+    row_bytes = (args.moe_latent_size or args.hidden_size) * value_bytes(args)
+    yield Saved(rows * row_bytes, "moe", is_kept_by_plans=True)
     before, after = _mlp(args, rows, args.moe_ffn_hidden_size, args.expert_tensor_parallel_size)
     yield Saved(before.num_bytes, "moe")
     yield Saved(after.num_bytes, "moe", "moe_act")

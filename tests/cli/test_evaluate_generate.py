@@ -102,7 +102,7 @@ def test_replicas_change_no_loss(tool, trained, tmp_path):
     assert replicas["before"]["sent_share"] > replicas["after"]["sent_share"] > 0
     assert replicas["before"]["most_over_mean"] > replicas["after"]["most_over_mean"] >= 1
     assert "2 in each layer, " in results[0].output
-    with pytest.raises(UsageError, match=r"--replicas 2 can't be followed: one rank holds all experts"):
+    with pytest.raises(UsageError, match=r"--replicas 2 is not possible: one rank holds all experts"):
         tool("evaluate").main([*flags[:-1], "--replicas", "2"])
     with pytest.raises(UsageError, match=r"--popularity has no effect without --replicas"):
         tool("evaluate").main([*flags[:-1], "--popularity", "load.json"])
@@ -121,7 +121,7 @@ def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path):
     assert found["num_all_to_alls"] == num_batches * NUM_MOE_LAYERS * 2 * 2 * 2
     assert "tiles=2" in found["plan"]
     assert "  overlap       chunks=2" in results[0].output
-    with pytest.raises(UsageError, match=r"--chunks 2 and --tiles 1 can't be followed: one rank holds all experts"):
+    with pytest.raises(UsageError, match=r"--chunks 2 and --tiles 1 are not possible: one rank holds all experts"):
         tool("evaluate").main([*flags, "--chunks", "2", "--tiles", "1"])
     with pytest.raises(UsageError, match=r"--chunks 9 cuts a batch of 8 windows"):
         tool("evaluate").main([*flags, "--chunks", "9"])
@@ -352,7 +352,9 @@ class TestDamagedCheckpoints:
         """A pickle that would write a file: ``(lambda: pathlib.Path.touch(victim))()``, spelled as opcodes."""
         victim = tmp_path / "ran"
         next(copy.glob("iter_*/.metadata")).write_bytes(b"cpathlib\nPath.touch\n" + calls(victim))
-        assert "names pathlib.Path.touch, which is no part of a checkpoint's description" in self.refusal(tool, copy)
+        assert "names pathlib.Path.touch, which does not belong in a checkpoint's description" in self.refusal(
+            tool, copy
+        )
         next(copy.glob("iter_*/.metadata")).write_bytes(b"cos\nsystem\n(Vtouch " + str(victim).encode() + b"\ntR.")
         assert "names os.system" in self.refusal(tool, copy)
         assert not victim.exists()

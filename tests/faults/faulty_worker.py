@@ -7,7 +7,7 @@ step on):
 
     kill    the process is gone
     stop    the process stands still
-    loop    it computes for ever
+    loop    it computes forever
     term    the process and its children get SIGTERM, as SLURM sends it
     int     it gets SIGINT, as from Ctrl-C
     error   it can't read its data

@@ -65,15 +65,15 @@ HOPS = ["--lancet-dispatch", "two-hop"]
         (["--lancet-ranks-per-node", 4], "--lancet-ranks-per-node 4 does not divide the 6 ranks of the run: "),
         (
             [*HOPS, "--lancet-ranks-per-node", 3],
-            "--lancet-dispatch two-hop can't be followed: an expert-parallel group has 2 ranks, which do not fill ",
+            "--lancet-dispatch two-hop is not possible: an expert-parallel group has 2 ranks, which do not fill ",
         ),
         (
             [*HOPS, "--moe-expert-capacity-factor", 1, "--moe-pad-expert-input-to-capacity"],
-            "--lancet-dispatch two-hop can't be followed: experts' inputs are padded to capacity, ",
+            "--lancet-dispatch two-hop is not possible: experts' inputs are padded to capacity, ",
         ),
         (
             ["--lancet-plan"],
-            "--lancet-plan {plan} dispatches in two hops, which can't be followed: an expert-parallel ",
+            "--lancet-plan {plan} dispatches in two hops, which is not possible here: an expert-parallel ",
         ),
     ],
     ids=["ranks per node", "groups do not fill nodes", "padded capacity", "plan file on one node"],

@@ -22,7 +22,7 @@ FAULTY_RANK = 1
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-STILL_2 = r"The latest checkpoint there is still that of step 2: start again with --load {}\."
+STILL_2 = r"The latest checkpoint there is still from step 2: start again with --load {}\."
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Copies of the package without one feature: deleted.py FOLDER DATA CASE..., where FOLDER/CASE has each copy.
 
-Megatron is imported once, then each copy gets two forked ranks. A rank imports every module of the copy and trains a
-plain chunked step. Prints a line of JSON for each copy.
+Megatron, and what else the package imports, is imported once. Then each copy gets two forked ranks, which train a plain
+chunked step; the first one imports every module of the copy before. Prints a line of JSON for each copy.
 """
 
 import faulthandler
@@ -28,14 +28,39 @@ STEP = (
 ).split()
 
 
-def train(copy: Path, data: str) -> None:
-    """As a rank: imports all of the copy, and trains a step with it."""
+def import_all(copy: Path) -> None:
+    """Imports every module of a copy."""
     sys.path.insert(0, str(copy))
-    sys.argv = ["pretrain_gpt_moe.py", *STEP, "--data-path", data]
     package = importlib.import_module("megatron_lancet")
     assert package.__file__ == str(copy / "megatron_lancet/__init__.py")
     for module in pkgutil.walk_packages(package.__path__, "megatron_lancet."):
         importlib.import_module(module.name)
+
+
+def import_packages_of(copy: Path) -> None:
+    """Imports the modules of other packages that a copy imports, as a forked process finds them."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException), os.fdopen(write, "w") as names:
+            import_all(copy)
+            names.write("\n".join(name for name in sys.modules if name.partition(".")[0] != "megatron_lancet"))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as names:
+        found = names.read().split("\n")
+    os.waitpid(pid, 0)
+    for name in found:
+        with suppress(ImportError):  # a module that another one has put there
+            importlib.import_module(name or "sys")
+
+
+def train(copy: Path, data: str) -> None:
+    """As a rank: trains a step with a copy; the first rank imports all of it before."""
+    if os.environ["RANK"] == "0":
+        import_all(copy)
+    sys.path.insert(0, str(copy))
+    sys.argv = ["pretrain_gpt_moe.py", *STEP, "--data-path", data]
     importlib.import_module("megatron_lancet.training.pretrain").main()
 
 
@@ -83,6 +108,7 @@ def main() -> None:
     import megatron.training  # noqa: F401
 
     folder, data, *cases = sys.argv[1:]
+    import_packages_of(Path(folder) / cases[0])
     for case in cases:
         found = {"case": case, "error": ranks_of(Path(folder) / case, data)}
         sys.stdout.write(json.dumps(found) + "\n")

@@ -1,4 +1,4 @@
-"""A small model on any device beside stock on the same weights and data: two steps of each under Megatron's DDP."""
+"""A small model on any device next to stock on the same weights and data: two steps of each under Megatron's DDP."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

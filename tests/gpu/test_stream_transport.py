@@ -112,5 +112,5 @@ def test_time_of_messages_and_exposed_time_are_measured(comm):
     (y,) = exchange.wait(ticket)
     y.backward(torch.full_like(y, 3.0))
     times = comm.stats.take()
-    # The all-to-all of the forward pass ends behind the products; that of the backward pass has nothing beside it.
+    # The all-to-all of the forward pass ends behind the products; that of the backward pass has nothing next to it.
     assert 0 < times.exposed_ms < times.all_to_all_ms

@@ -95,7 +95,7 @@ def start(
     """Start one process per rank, its output in ``log_dir/rank<N>.log``.
 
     Args:
-        per_rank: arguments that each rank gets beside the common ones.
+        per_rank: arguments that each rank gets in addition to the common ones.
         te: Megatron finds the tests' Transformer Engine in the ranks.
     """
     log_dir.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def pretrain(
 
     Args:
         data: prefix of a token data set.
-        extra: arguments beside the tiny model's and the short run's; later ones win.
+        extra: arguments in addition to the tiny model's and the short run's; later ones win.
         te: the ranks have the tests' Transformer Engine, for ``--transformer-impl transformer_engine``.
         env: further environment variables.
     """

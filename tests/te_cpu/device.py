@@ -1,4 +1,4 @@
-"""The device that Transformer Engine and Triton see on a CPU, beside what Megatron's CPU settings replace."""
+"""The device that Transformer Engine and Triton see on a CPU, next to what Megatron's CPU settings replace."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator

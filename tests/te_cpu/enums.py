@@ -76,7 +76,7 @@ class FP8TensorMeta:
 
 
 class CommOverlap:
-    """Userbuffers of a communication that runs beside a GEMM; here only for annotations."""
+    """Userbuffers of a communication that runs during a GEMM; here only for annotations."""
 
 
 class CommOverlapP2P(CommOverlap):

@@ -1,12 +1,13 @@
 """Links between documents lead somewhere, every document is in the index, and the source files that they name exist."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDERS = ("", "docs", "docs/design", "benchmarks", "examples")
+FOLDERS = ("", "docs", "docs/design", "docs/features", "benchmarks", "examples")
 DOCUMENTS = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).glob("*.md"))]
 
 
@@ -34,12 +35,17 @@ def test_document_index_has_every_document():
     assert listed == {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
 
 
+@functools.cache
+def sources() -> list[str]:
+    """Paths of the repository's Python files."""
+    return [f"/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.rglob("*.py") if ".venv" not in path.parts]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_source_files_that_are_named_exist(document):
     in_megatron = {"pretrain_gpt.py", "pretrain_hybrid.py"}
-    sources = [f"/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.rglob("*.py") if ".venv" not in path.parts]
     named = set(re.findall(r"`([\w./-]+\.py)`", document.read_text())) - in_megatron
-    assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources)} == set()
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources())} == set()
 
 
 def test_pages_say_once_that_no_gpu_ran_it():

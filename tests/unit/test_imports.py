@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
-# What each part may import of its own project, beside itself. Everybody may import these:
+# What each part may import of its own project, next to itself. Everybody may import these:
 LEAVES = {"atomic", "errors", "files", "patching", "units", "__version__"}
 ALLOWED = {
     "files": set(),

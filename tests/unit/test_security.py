@@ -1,6 +1,7 @@
 """Nothing of ours runs what it reads: what the source may not contain, checked on its syntax tree."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,12 @@ def sources() -> list[Path]:
     return found
 
 
+@functools.cache
+def tree_of(text: str) -> ast.Module:
+    """The syntax tree of a source."""
+    return ast.parse(text)
+
+
 def dotted(node: ast.expr) -> str:
     """``torch.load`` of the expression that says so; empty for anything that is no dotted name."""
     if isinstance(node, ast.Name):
@@ -96,7 +103,7 @@ def is_lookup(node: ast.AST) -> bool:
 
 def dangers(text: str) -> list[str]:
     """What runs, or might run, data; as ``line: what``."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     restricted = restricted_unpicklers(tree)
     allowed = restricted | {base.value for base in restricted if isinstance(base, ast.Attribute)}
     found = []
@@ -139,7 +146,7 @@ def call_dangers(call: ast.Call) -> list[str]:
 
 def starts(text: str) -> list[str]:
     """Returns calls that start a process, as ``line: call``: any of them may run a script."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(text)) if isinstance(node, ast.Call)]
     names = [(call.lineno, dotted(call.func)) for call in calls]
     return [f"{line}: {name}" for line, name in names if name in PROCESSES or name.startswith(("os.exec", "os.spawn"))]
 

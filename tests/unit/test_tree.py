@@ -1,6 +1,7 @@
 """Sizes of folders, files and functions."""
 
 import ast
+import functools
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -28,17 +29,22 @@ def num_lines(text: str) -> int:
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
+@functools.cache
+def functions_in(text: str) -> list[tuple[str, int]]:
+    """Name and lines of each function and method, docstring included."""
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    lines = text.splitlines()
+    return [(node.name, num_lines("\n".join(lines[node.lineno - 1 : node.end_lineno]))) for node in functions]
+
+
 def long_functions(text: str, limit: int) -> dict[str, int]:
-    """Lines of the functions and methods that have more than ``limit`` of them, decorators and docstring included."""
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lines = {node.name: num_lines(ast.get_source_segment(text, node)) for node in functions}
-    return {name: count for name, count in lines.items() if count > limit}
+    """Lines of the functions and methods that have more than ``limit`` of them."""
+    return {name: count for name, count in functions_in(text) if count > limit}
 
 
 def long_tests(text: str) -> list[str]:
     """Names of the test functions and methods that are too long."""
-    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return [node.name for node in functions if node.name.startswith("test_") and len(node.name) > MAX_LENGTH_OF_A_NAME]
+    return [name for name, _ in functions_in(text) if name.startswith("test_") and len(name) > MAX_LENGTH_OF_A_NAME]
 
 
 @pytest.mark.parametrize("root", ROOTS)

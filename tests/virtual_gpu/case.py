@@ -1,4 +1,4 @@
-"""One small model on the virtual GPU, beside stock on the same weights: gradients, and what the GPU found."""
+"""One small model on the virtual GPU, next to stock on the same weights: gradients, and what the GPU found."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -269,7 +269,7 @@ def rounds_in_loopback() -> Iterator[None]:
     may then go to a neighbouring expert, so results are compared between steps, and not with stock's.
     """
 
-    def of_peers(stock: Any, limit: RowLimit, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
+    def split_counts(stock: Any, limit: RowLimit, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
         found, of_all = stock(limit, counts)
         num_local = len(of_all[0]) // len(of_all)
         by_peer = [of_all[0][first : first + num_local] for first in range(0, len(of_all[0]), num_local)]
@@ -282,7 +282,7 @@ def rounds_in_loopback() -> Iterator[None]:
         upto = torch.stack([by_source * index // number for index in range(number + 1)])
         return upto.diff(dim=0)
 
-    with around(RowLimit, "of_peers", of_peers), around(rounds, "cut_rows", cut_rows):
+    with around(RowLimit, "split_counts", split_counts), around(rounds, "cut_rows", cut_rows):
         yield
 
 

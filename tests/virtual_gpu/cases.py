@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,14 +13,15 @@ from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
     paired,
 )
-from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA, dedup
+from tests.features.dedup.cases import dedup
+from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
 from tests.virtual_gpu.programs import PROGRAMS, Program
@@ -29,7 +31,7 @@ NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
 DEDUP = dedup(ONE)
-TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, own_rows=OwnRows.AFTER)]
+TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, local_tokens=LocalTokens.AFTER)]
 TWO_HOPS = [fixed_plan(count, dispatch=TWO_HOP) for count in (1, 2)]
 NODES = Nodes(2, 2)
 HOPS_LATE = (("between nodes",), ("inside a node",), ("compute",))
@@ -40,7 +42,7 @@ FORWARD_GAPS = (
     Gap("L2.c0.F.dispatch", ("L3.W.self_attention.linear_proj",)),
     *GAPS[2:],
 )
-"""dWs that run in waits of the forward beside their backward, and in a wait of the latter."""
+"""dWs that run in waits of the forward paired with their backward, and in a wait of the latter."""
 EACH_LATE = (("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
 """Without a step in which no stream is late: a missing order shows in each step alike, see ``virtual_gpu/order.py``."""
 COMPUTE_LATE = (("compute",),)
@@ -48,6 +50,9 @@ COMM_LATE = (("comm",),)
 DDP_LATE = (("DDP",), ("NCCL",))
 NCCL_LATE = (("NCCL",),)
 WITHOUT_COUNTS = (*COMPUTE_LATE, *COMM_LATE, *DDP_LATE)
+
+
+SMALL: dict[str, Any] = {"num_layers": 2}
 
 
 def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
@@ -140,6 +145,18 @@ CASES: dict[str, Case] = {
 }
 """Cases with Megatron's local layers, by name."""
 
+IN_THREE_LAYERS = ("gaps", "segments", "plan-switches", "dense-first-layer", "pipeline")
+"""Parts of the names of cases that need, or name, a third layer; two layers show the order between layers as well."""
+
+
+def in_two_layers(cases: dict[str, Case]) -> dict[str, Case]:
+    """The cases, with models of two layers where that is enough."""
+    return {
+        name: case if {*name.split("/")} & {*IN_THREE_LAYERS} else replace(case, overrides={**SMALL, **case.overrides})
+        for name, case in cases.items()
+    }
+
+
 TE_CASES: dict[str, Case] = {
     "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
     "te/paired": paired_case([PAIRED], {**TE, "bf16": True}, late=(("compute",),)),
@@ -151,9 +168,9 @@ TE_CASES: dict[str, Case] = {
     "te/recompute/mla": Case([TWO], {**TE, **MLA, **selective("layernorm", "moe_act", "mla_up_proj")}),
     "recompute/norms": Case([TWO], selective("layernorm"), late=COMPUTE_LATE),
 }
-"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
+"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, also with local layers."""
 
-SMALL: dict[str, Any] = {"num_layers": 2}
+CASES, TE_CASES = in_two_layers(CASES), in_two_layers(TE_CASES)
 
 
 class _Early:

@@ -78,7 +78,7 @@ def test_bounds_are_those_of_the_document():
 
 @pytest.mark.parametrize("name", ALL)
 def test_all_to_alls_run_beside_the_compute_stream(results, name):
-    # Without CUDA, Megatron's gathers of unequal parts between the holders of an expert are all-to-alls, too.
+    # Without CUDA, Megatron's gathers of unequal parts between the expert-TP ranks are also all-to-alls.
     others = {"compute"} if ALL[name].layout.get("expert_tensor_parallel_size", 1) > 1 else set()
     has_counts = not all(needs_no_counts(ALL[name], plan) for plan in ALL[name].plans)
     streams = {"counts"} if has_counts else set()
@@ -99,7 +99,7 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
         num_expected = num_at_ends * num_exchanges(case, plan.at_ends)
         num_expected += (case.num_micro_batches - num_at_ends) * num_exchanges(case, plan)
         assert sites.count(COUNTS) == num_expected
-        # Distinct rows are counted, too, but more than there are may be made. Tiles need the rows for each rank.
+        # Distinct rows are also counted, but more than there are may be made. Tiles need the rows for each rank.
         needs_own = plan.dispatch is PLAIN and "moe_expert_capacity_factor" in case.overrides
         needs_own = needs_own or plan.has_tiles
         assert sites.count(OWN_COUNTS) == (num_expected if needs_own else 0)

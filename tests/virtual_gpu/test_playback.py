@@ -17,7 +17,7 @@ from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Entry
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
 from megatron_lancet.testkit.virtual_gpu.playback.player import Playback, play
 from megatron_lancet.training.platform.cpu import cpu_platform
-from tests.parity.gradients.variants import dedup
+from tests.features.dedup.cases import dedup
 from tests.virtual_gpu.case import Case, run
 
 MESSAGE_US = 20.0

@@ -44,7 +44,7 @@ PLANS = {
 }
 KERNEL_US = 10.0
 NUM_COUNTS_KERNELS = 3
-"""Kernels beside an exchange of counts: their sum, and the copies to the host."""
+"""Kernels during an exchange of counts: their sum, and the copies to the host."""
 BOUND_BY_NOTHING = 1e30
 CLOSE_MS = 0.3
 """Layers differ in a few kernels, and the simulator has their median."""

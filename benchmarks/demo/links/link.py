@@ -66,7 +66,7 @@ class NamespaceLink:
         return self._namespaces.command(rank, command)
 
     def rendezvous(self) -> dict[str, str]:
-        self._port += 1  # the namespaces are ours alone: every port is free but those of our other ranks
+        self._port += 1  # the namespaces are ours alone: every port is free but our other ranks' ports
         return {
             "MASTER_ADDR": Namespaces.address(FREE, 0),
             "MASTER_PORT": str(self._port),

@@ -1,4 +1,4 @@
-"""Predicted beside measured: the step of each variant on each link, and the share of communication that it hides.
+"""Predicted next to measured: the step of each variant on each link, and the share of communication that it hides.
 
 No torch. The hidden share is (stock - variant) / (stock - ideal) in step times: 1 where a variant is as fast as stock
 with a free link, 0 where it is as fast as stock.

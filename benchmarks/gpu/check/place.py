@@ -30,7 +30,7 @@ class Place:
     """Where a part runs.
 
     Attributes:
-        device: the device of all tensors; ``cuda`` in a rehearsal, too.
+        device: the device of all tensors; also in a rehearsal ``cuda``.
         gpu: the virtual GPU of a rehearsal; None on a device.
     """
 

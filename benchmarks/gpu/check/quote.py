@@ -12,7 +12,7 @@ NAME = "gpu-check"
 
 
 def gpu_check() -> str:
-    """Returns the parts of the newest check, with predicted beside measured; the prediction alone without a check."""
+    """Returns the parts of the newest check, with predicted next to measured; the prediction alone without a check."""
     if has_result(NAME):
         file = newest_file(NAME)
         return f"{source(file, '../benchmarks/results')}\n\n{shown(json.loads(file.read_text()))}"

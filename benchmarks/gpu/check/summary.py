@@ -156,7 +156,7 @@ def measured(records: Sequence[Record], links: Sequence[str]) -> dict[str, dict[
 
 
 def _timing(records: Sequence[Record], result: Mapping[str, Any]) -> str:
-    """Speed-ups by link, then predicted beside measured."""
+    """Speed-ups by link, then predicted next to measured."""
     found = found_in(records)
     lines = [["link", "variant", "step ms", "speed-up (quartiles)", "exposed ms", "idle ms", "peak MB", "rounds"]]
     for link, rows in timed_rows(found).items():
@@ -245,7 +245,7 @@ def _link(records: Sequence[Record], result: Mapping[str, Any]) -> str:
     for record in records:
         if "blocks" in record and " at " in record["name"]:
             by_link[record["name"].partition(" at ")[2]].append(record)
-    rows = [["link", "messages", "largest deviation beside a launch", "of expected us"]]
+    rows = [["link", "messages", "largest deviation next to a launch", "of expected us"]]
     for link, found in by_link.items():
         off_us, worst = max(((_off_us(record), record) for record in found), key=lambda one: one[0])
         rows.append([link, str(len(found)), f"{off_us:.1f} us", f"{worst['expected_us']:.1f}"])

@@ -41,8 +41,8 @@ class DocumentDataset(MegatronDataset):
     A document longer than ``sequence_length + 1`` tokens is cut to its first tokens; one of a single token is left out.
     The order is a function of the seed and the epoch, so that nothing needs to be stored for a run that goes on.
 
-    Beside PREFIX_KEY_document there may be a data set PREFIX_KEY_loss_mask of the same lengths, which says which tokens
-    count as labels.
+    Next to PREFIX_KEY_document there may be a data set PREFIX_KEY_loss_mask of the same lengths, which says which
+    tokens count as labels.
 
     Raises:
         UsageError: there is no document for samples that are asked for, or the loss mask is damaged, or of other
@@ -63,7 +63,7 @@ class DocumentDataset(MegatronDataset):
         if num_samples and not len(self._documents):
             raise UsageError(
                 f"the {index_split.name} split of {dataset_path} has no document of {_SHORTEST} tokens or more, and "
-                f"{num_samples} samples are wanted. Change --split, or add documents."
+                f"{num_samples} samples are needed. Change --split, or add documents."
             )
         self._mask = _mask_of(dataset, dataset_path, config)
         self._order: tuple[int, np.ndarray] = (-1, indices[:0])
@@ -102,7 +102,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def _mask_of(dataset: IndexedDataset, path: str | None, config: GPTDatasetConfig) -> IndexedDataset | None:
-    """The loss mask beside the tokens, if there is one.
+    """The loss mask next to the tokens, if there is one.
 
     Raises:
         UsageError: one of its files is missing or damaged, or its documents have other lengths.

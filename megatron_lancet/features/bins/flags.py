@@ -13,9 +13,9 @@ class BinsFlags(CheckedFlags):
         False,
         parsed_as=bool,
         unchecked="how documents are dealt to micro-batches",
-        help="each document is a sample of its own length. The samples of a step are dealt to the micro-batches of all "
-        "ranks, so that micro-batches that run at the same time take equally long, and packed. Default: Megatron's "
-        "samples, all of --seq-length.",
+        help="make each document a sample of its own length, and pack the samples of a step into the micro-batches of "
+        "all ranks, so that concurrent micro-batches take equally long. Default: Megatron's samples, all of "
+        "--seq-length.",
     )
     pack_max_tokens: int | None = flag(
         None,
@@ -24,8 +24,8 @@ class BinsFlags(CheckedFlags):
         unchecked="",
         metavar="N",
         advice="Without the flag it is --seq-length.",
-        help="with --lancet-pack-documents, most tokens of a micro-batch; more only where the samples of a step do not "
-        "fit. Default: --seq-length.",
+        help="with --lancet-pack-documents, most tokens of a micro-batch, unless the samples of a step do not fit. "
+        "Default: --seq-length.",
     )
     pack_attention_cost: float | None = flag(
         None,
@@ -33,7 +33,7 @@ class BinsFlags(CheckedFlags):
         at_least=0,
         unchecked="",
         metavar="RATIO",
-        advice="0: attention costs nothing beside the rest.",
-        help="with --lancet-pack-documents, time of a position's attention to one other, in units of all other time "
-        "of a token. Default: from the operations of the model's sizes.",
+        advice="0: attention costs nothing.",
+        help="with --lancet-pack-documents, time of one query-key pair over the time of a token without attention. "
+        "Default: from the FLOP of the model's sizes.",
     )

@@ -118,7 +118,7 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
 
 
 def bins_note(settings: BinSettings) -> str:
-    """What the user is told of the bins of a run at its start."""
+    """The lines on the bins of a run that are printed at its start."""
     return (
         f"documents dealt over all ranks by predicted time and packed, at most {settings.max_tokens} tokens in a "
         f"micro-batch; attention to a position counts as {settings.cost.tokens_per_pair:.3g} tokens"

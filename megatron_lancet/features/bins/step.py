@@ -35,7 +35,7 @@ class BinSettings:
 
 @dataclass
 class BinFigures:
-    """What bins were worth in the training steps so far.
+    """The effect of bins in the training steps so far.
 
     Attributes:
         num_steps: how many there were.
@@ -87,7 +87,7 @@ class BinnedSteps:
         """The micro-batches of this rank in a step. Collective over the data-parallel group.
 
         Args:
-            drawn: the stacked samples of the data loader, those of one step.
+            drawn: the stacked samples of one step from the data loader.
             num_bins: micro-batches of the step.
         """
         settings, rank = self._settings, self._exchange.rank
@@ -125,7 +125,7 @@ class BinLoader:
     """Takes the place of a data loader: yields the bins of one step after the other.
 
     All samples of a step are drawn when its first bin is asked for, and none beyond it: samples that count as consumed
-    are those of the steps that were done, as without bins.
+    count the finished steps, as without bins.
 
     Args:
         loader: Megatron's, whose items are samples of a data set of documents, stacked.
@@ -143,7 +143,7 @@ class BinLoader:
         while True:
             num_bins = self._num_bins()
             step = list(islice(drawn, num_bins))
-            if len(step) < num_bins:  # the end of the data set, where Megatron's loader ends, too
+            if len(step) < num_bins:  # the end of the data set, where Megatron's loader also ends
                 return
             yield from self._steps.batches(step, num_bins)
 

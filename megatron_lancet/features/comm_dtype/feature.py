@@ -1,4 +1,4 @@
-"""``--lancet-comm-dtype``: whether a run's messages can be narrowed, and what the user is told of it."""
+"""``--lancet-comm-dtype``: whether a run's messages can be narrowed, and the notes for the user."""
 
 import argparse
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def choose_comm_dtype(args: argparse.Namespace, config: LancetConfig, plan: Plan
 
 
 def comm_dtype_note(comm_dtype: CommDtype) -> str:
-    """What the plan's line says of a format; empty for the exact one."""
+    """The format's part of the plan's line; empty for the exact one."""
     if comm_dtype is CommDtype.EXACT:
         return ""
     return f"; comm_dtype={comm_dtype}: hidden states are rounded in messages, and losses and gradients are not stock's"

@@ -29,7 +29,7 @@ class CommPriorityFlags(CheckedFlags):
         CommPriority.OFF,
         same_on_all_ranks=True,
         **words(CommPriority),
-        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
+        help="all-to-all-first: cut gradient reductions into parts, which run only while no all-to-all of the backward "
         "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
         "as soon as it is complete.",
     )
@@ -41,8 +41,8 @@ class CommPriorityFlags(CheckedFlags):
         unit="MB",
         metavar="MB",
         advice="To reduce whole buckets pass --lancet-comm-priority off.",
-        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
-        "all-to-alls, at most (default: {default:g}).",
+        help="with --lancet-comm-priority, size of a part, and most gradients between two all-to-alls, in 10^6 bytes "
+        "(default: {default:g}).",
     )
 
     @property
@@ -67,8 +67,8 @@ class Priority(Feature):
         is_interleaved = bool(args.virtual_pipeline_model_parallel_size)
         if part is PlanPart.PAIRING and is_interleaved and wanted is not CommPriority.OFF:
             yield PlanBlocker(
-                f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward beside a backward "
-                "among those that this backward still has to do",
+                f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward paired with a "
+                "backward among those that this backward still has to do",
                 f"drop {FLAG}",
             )
 
@@ -102,7 +102,7 @@ class ActivePriority(ActiveFeature):
         stack.enter_context(reductions_in_micro_ops(self._scheduler))
 
     def comm_settings(self) -> Mapping[str, Any]:
-        """Lets all-to-alls tell the scheduler when reductions may be launched."""
+        """Makes all-to-alls notify the scheduler when reductions may be launched."""
         return {"scheduler": self._scheduler}
 
     def observe(self, step: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 FLAG = "--lancet-comm-sms"
 _NCCL = "nccl"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-"""Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
+"""Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class CommSmsFlags(CheckedFlags):
         unchecked="",
         not_with_spec=": Megatron has made its process groups already. Set max_ctas of ep and tp_ep_mp in "
         "--nccl-communicator-config-path instead.",
-        help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
-        "kernels beside it, at most; a power of two. By default NCCL chooses.",
+        help="most streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take from concurrent "
+        "kernels; a power of two. Default: NCCL chooses.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What deduplicated dispatch costs: a row for each *rank* that holds any of a token's experts.
+"""Costs of deduplicated dispatch: a row for each *rank* that holds any of a token's experts.
 
 Legend: P ranks of an expert-parallel group, E experts of a layer, k experts of a token.
 """

@@ -3,7 +3,7 @@
 A row holds the token, its probabilities for the receiving rank's experts, and which of them it has chosen. The receiver
 makes one row per chosen expert of it, in stock's order, and sums a token's outputs before they go back; so the experts
 and their weight gradients get stock's bits. The backward pass is the mirror: the gradient of a token's output is the
-same for all of its experts, so it travels once, and the gradients of its copies are summed where they were made.
+same for all of its experts, so it is sent once, and the gradients of its copies are summed where they were made.
 What differs from stock is the order of these sums, and with at most two experts per token not even that.
 
 With recompute, the rows per expert are made again and not kept. (DeepEP, HierMoE and TED remove duplicates likewise.)
@@ -28,7 +28,7 @@ from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRoutes,
     DistinctRows,
     distinct_rows,
-    of_each_expert,
+    expand,
     summed,
     through_experts,
 )
@@ -70,7 +70,7 @@ class DeduplicatedDispatcher:
             routed: the point in time at which ``routing_map_tE`` was complete.
             limit: see :class:`Dispatcher`.
             in_parts: maps the experts of each token, [t, P, e] bool, to the rows of each part for each expert,
-                [P, parts, e], which are told, too; None where all rows go in one message.
+                [P, parts, e], which are also sent; None where all rows go in one message.
         """
         peers = self._num_ranks * self.tp_size
         count = partial(self._count, routing_map_tE, in_parts)
@@ -86,12 +86,12 @@ class DeduplicatedDispatcher:
     def _count(
         self, routing_map_tE: torch.Tensor, in_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part in front of those of all."""
+        """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part, then rows in all."""
         chosen_tPe = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts)
         distinct_P1 = chosen_tPe.any(dim=2).sum(dim=0).unsqueeze(1)
         parts = [] if in_parts is None else [in_parts(chosen_tPe).flatten(1)]
         counts = torch.cat((distinct_P1, *parts, chosen_tPe.sum(dim=0)), dim=1).unsqueeze(1)
-        # All holders of an expert learn of its rows, though one of them receives them from here.
+        # All expert-TP ranks of an expert get its counts, though one of them receives the rows from here.
         return counts.expand(-1, self.tp_size, -1).flatten()
 
     def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
@@ -124,23 +124,21 @@ class DeduplicatedDispatcher:
         made = distinct_rows(hidden_tH, probs_tE, routing_map_tE, self._num_ranks, num_rows)
         return (made.tokens, made.choice), DistinctRows(made.token_d, routing_map_tE, hidden_sbH.shape)
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Makes a row for each token and expert of the distinct rows that are sent; see :class:`Dispatcher`."""
-        return of_each_expert(rows, sent, rows_per_expert)
+        return expand(rows, sent, rows_per_expert)
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: DistinctRoutes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Received tokens and their probabilities, with those of the other holders of the experts: [q, H], [q, e + c].
+        """Received tokens and their probabilities, with the tokens of the other expert-TP ranks: [q, H], [q, e + c].
 
         Args:
             last_expert_first: makes no difference; :meth:`through_experts` orders the rows.
         """
         if self.tp_size == 1:
             return received
-        holders = list(routes.rows_by_holder)
+        holders = list(routes.rows_by_expert_tp_rank)
         return tuple(
             gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
             for rows in received
@@ -170,7 +168,7 @@ class DeduplicatedDispatcher:
         sum_dtype: torch.dtype,
         last_expert_first: bool = False,
     ) -> torch.Tensor:
-        """Sums over the holders of the experts; the rows that go back, in rank order.
+        """Sums over the expert-TP ranks; the rows that go back, in rank order.
 
         Args:
             sum_dtype: type in which the parts of an expert are summed.
@@ -179,7 +177,7 @@ class DeduplicatedDispatcher:
         if self.tp_size == 1:
             return output_qH
         summed = reduce_scatter_to_sequence_parallel_region(
-            output_qH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
+            output_qH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_expert_tp_rank)
         )
         return summed.to(output_qH.dtype)
 

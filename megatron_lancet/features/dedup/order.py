@@ -10,7 +10,7 @@ from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 class _Dedup(Dispatch):
     name = "dedup"
     description = "a token goes once to each rank that holds any of its experts"
-    refusal = "deduplicates what is dispatched"
+    refusal = "deduplicates dispatched rows"
     receiver = "rank"
     rows = "one per token and rank that holds any of its experts: fewer bytes where a rank holds several"
     costs = "megatron_lancet.features.dedup.costs:DedupCosts"

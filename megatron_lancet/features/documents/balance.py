@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentParts:
-    """What this rank has of the documents of a micro-batch.
+    """The rank's parts of the documents of a micro-batch.
 
     Attributes:
         lengths: of the parts, sample after sample, [P] on the tokens' device.

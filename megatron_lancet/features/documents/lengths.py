@@ -1,4 +1,4 @@
-"""The documents of a micro-batch's samples, and those of a part of it.
+"""The documents in the samples of a micro-batch, or in a part of it.
 
 Legend of shapes: S positions of a sequence, B samples, s positions of a chunk.
 """
@@ -37,17 +37,17 @@ class Part(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What kernels for sequences of several lengths want to know, the parts of one sample after those of another.
+    """Arguments of kernels for sequences of several lengths, the parts of the samples one after the other.
 
     Attributes:
-        of_queries: ends of the parts, with a 0 in front, [parts + 1] int32.
-        of_keys: the same for parts with what precedes them in their documents.
+        query_ends: ends of the parts, with a 0 in front, [parts + 1] int32.
+        key_ends: the same for parts with what precedes them in their documents.
         most_queries: the longest part.
         most_keys: the longest one with what precedes it.
     """
 
-    of_queries: torch.Tensor
-    of_keys: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
     most_queries: int
     most_keys: int
 
@@ -78,7 +78,7 @@ class Documents:
         return max(map(max, self.lengths))
 
     def once[T](self, key: object, make: Callable[[], T]) -> T:
-        """What ``make`` returned at the first call with this key: layers need the same tensors."""
+        """The result of ``make`` at the first call with this key: layers need the same tensors."""
         if key not in self._made:
             self._made[key] = make()
         found: T = self._made[key]
@@ -159,11 +159,11 @@ class Documents:
             parts = [part for sample in self.parts(first, stop) for part in sample]
             queries = [part.stop - part.first for part in parts]
             keys = [part.stop - part.start for part in parts]
-            of_queries, of_keys = (
+            query_ends, key_ends = (
                 to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
                 for lengths in (queries, keys)
             )
-            return Bounds(of_queries, of_keys, max(queries), max(keys))
+            return Bounds(query_ends, key_ends, max(queries), max(keys))
 
         return self.once(("bounds", first, stop, device), make)
 
@@ -203,13 +203,13 @@ def _attend_in_sample(
 
 
 def keys_in_order(documents: Documents, tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """Keys or values that positions from ``first`` on see, sample after sample, without those of earlier documents.
+    """Keys or values that positions from ``first`` on see, sample after sample, without keys of earlier documents.
 
     Args:
         tensor: [s', b, ...], from the sequence's first position on.
 
     Returns:
-        [keys, ...], as :attr:`Bounds.of_keys` counts them.
+        [keys, ...], as :attr:`Bounds.key_ends` counts them.
     """
     parts = documents.parts(first, tensor.size(0))
     samples = [

@@ -1,4 +1,4 @@
-"""What Megatron's ``PackedSeqParams`` say of a micro-batch, as its chunks need it.
+"""Reads Megatron's ``PackedSeqParams`` of a micro-batch for its chunks.
 
 Legend of shapes: S positions of a sequence, s those on this rank, B samples, H hidden size, R channels of a rotary
 embedding.
@@ -23,7 +23,7 @@ class PackedMicroBatch:
     """A micro-batch of packed documents.
 
     Attributes:
-        documents: those of its samples.
+        documents: the documents of its samples.
         positions: position of each token in its document, [s, B]; with sequence parallelism [S, B], which attention
             sees.
         is_flat: whether its hidden states came as [B * S, 1, H], sample after sample.
@@ -57,7 +57,7 @@ class PackedMicroBatch:
         is_flat = hidden.size(1) == 1 and length < num_tokens
         if is_flat and num_ranks > 1:
             raise UsageError(
-                "the overlapping layers got the samples of a packed micro-batch one behind the other, [B * S, 1, H], "
+                "the overlapping layers got the samples of a packed micro-batch end to end, [B * S, 1, H], "
                 "cut over the ranks of --sequence-parallel or --context-parallel-size. Pass tokens as [B, S]."
             )
         documents = Documents(
@@ -133,8 +133,8 @@ def _check(params: PackedSeqParams) -> None:
         )
 
 
-def _are_same(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> bool:
-    if of_keys is None or of_queries is of_keys:
+def _are_same(query_ends: torch.Tensor | None, key_ends: torch.Tensor | None) -> bool:
+    if key_ends is None or query_ends is key_ends:
         return True
     # Megatron passes one tensor twice; a comparison of values would wait for the device.
-    return of_queries is not None and of_keys.equal(of_queries)
+    return query_ends is not None and key_ends.equal(query_ends)

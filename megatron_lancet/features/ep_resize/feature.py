@@ -1,6 +1,6 @@
 """Resuming from a checkpoint with another expert-parallel size, and the cases in which that is refused.
 
-Megatron keeps the optimizer state of experts apart from that of dense weights where the experts are spread over
+Megatron keeps the optimizer state of experts apart from the state of dense weights where the experts are spread over
 several ranks, but not where one rank has all of them: a checkpoint fits only runs of the same kind. With
 ``--lancet-separate-expert-grads`` a run with size 1 keeps them apart as well: the experts' gradients get buckets and an
 optimizer of their own. The sums are the same, over the same ranks.

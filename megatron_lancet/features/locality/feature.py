@@ -31,9 +31,9 @@ class LocalityFlags(CheckedFlags):
         at_least=0,
         metavar="MU",
         advice="0 is no such loss.",
-        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
+        help="coefficient of a loss that favors the experts of a token's own node (LocMoE): the divergence of a "
         "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
-        "changes what the model learns. Default: 0, no such loss.",
+        "changes the trained model. Default: 0, no such loss.",
     )
 
 
@@ -95,7 +95,7 @@ def choose_locality(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     given = f"{FLAG} {coeff:g}"
     if args.expert_model_parallel_size == 1:
         raise UsageError(
-            f"{given} draws tokens to the experts of their node, but --expert-model-parallel-size is 1 and every rank "
+            f"{given} favors experts on a token's own node, but --expert-model-parallel-size is 1 and every rank "
             "has all experts. Drop the flag."
         )
     if plan is None:
@@ -106,25 +106,25 @@ def choose_locality(args: argparse.Namespace, config: LancetConfig, plan: Plan |
     per_node = ranks_per_node(args, config)
     if per_node is None:
         raise UsageError(
-            f"{given} draws tokens to the experts of their node, but it is not known which ranks share a node. Pass "
+            f"{given} favors experts on a token's own node, but it is not known which ranks share a node. Pass "
             f"{NODES_FLAG} N, the number of ranks that are started on each node, or drop the flag."
         )
     nodes = _nodes(args, per_node)
     if isinstance(nodes, str):
-        raise UsageError(f"{given} draws tokens to the experts of their node, but {nodes}. Drop the flag.")
+        raise UsageError(f"{given} favors experts on a token's own node, but {nodes}. Drop the flag.")
     return LocalityLoss(coeff, nodes)
 
 
 def _nodes(args: argparse.Namespace, per_node: int) -> Nodes | str:
     """As for two hops, but a node may have one rank, which then holds all experts of the node."""
-    num_holders = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    if per_node == num_holders == 1:
+    expert_tp_size = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    if per_node == expert_tp_size == 1:
         return Nodes(args.expert_model_parallel_size, 1)
-    return nodes_of_group(args.expert_model_parallel_size, num_holders, per_node)
+    return nodes_of_group(args.expert_model_parallel_size, expert_tp_size, per_node)
 
 
 def locality_note(locality: LocalityLoss | None) -> str:
-    """What the plan's line says of the loss; empty without one."""
+    """The loss's part of the plan's line; empty without one."""
     if locality is None:
         return ""
     return f"; locality loss {locality.coeff:g} on {locality.nodes}: the model trains with another loss than stock's"

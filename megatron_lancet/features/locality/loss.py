@@ -74,13 +74,13 @@ class RankLocality:
     local_experts: tuple[int, ...]
     num_experts: int
 
-    def at_places_of(self, experts: Sequence[int]) -> "RankLocality":
+    def at_slots_of(self, experts: Sequence[int]) -> "RankLocality":
         """The same loss where experts are on other ranks.
 
         Args:
-            experts: the expert of each place.
+            experts: the expert of each slot.
         """
-        return replace(self, local_experts=tuple(experts[place] for place in self.local_experts))
+        return replace(self, local_experts=tuple(experts[slot] for slot in self.local_experts))
 
     def local_distribution(self, like: torch.Tensor) -> torch.Tensor:
         """D_l, [E], with the type and the device of a tensor."""

@@ -1,6 +1,6 @@
 """Multi-token prediction: further layers, each of which predicts one more token from the layer before it.
 
-The micro-batch is whole at the beginning of each, where the hidden states are joined with the embeddings of the next
+The micro-batch is not cut at the beginning of each, where the hidden states are joined with the embeddings of the next
 tokens. From there its transformer layer runs in chunks, as a layer of the decoder does.
 """
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.masks import MaskLimit, look_once
-from megatron_lancet.model.chunking import Rotary, whole_micro_batch
+from megatron_lancet.model.chunking import Rotary, unchunked_micro_batch
 from megatron_lancet.model.ops import ChunkState, end_layers
 from megatron_lancet.model.parts import ModelPart, PrepareLayer
 from megatron_lancet.model.recompute import maybe_recomputed, recompute_of_mtp
@@ -44,7 +44,7 @@ class Depth:
 
     Attributes:
         layer: its transformer layer, with the number of this depth.
-        projection: the instruction that runs on the whole micro-batch, before those of ``segment``.
+        projection: the instruction that runs on the unchunked micro-batch, before the instructions of ``segment``.
         end_segment: like ``segment``, for micro-batches at the ends of a step with pairing.
         following: the op after the layer; None where that is on the next stage.
     """
@@ -126,8 +126,8 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         if packed is not None:
             hidden_states, decoder_input = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
         padding = padding_of(padding_mask, hidden_states, packed)
-        whole = whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
-        micro_batch = ChunkState(whole)
+        unchunked = unchunked_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
+        micro_batch = ChunkState(unchunked)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
             forward_layer(segment.ops, depth.layer, depth.projection, micro_batch)
@@ -146,13 +146,13 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         padding_mask: torch.Tensor | None,
         **inputs: Any,
     ) -> torch.Tensor:
-        """Megatron's own prediction, whose attention knows the documents."""
+        """Megatron's own prediction, whose attention has the documents."""
         run = super()._proj_and_transformer_layer
         if packed_seq_params is None:
             inputs = {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask, **inputs}
             return run(hidden_states, decoder_input, **inputs)
         packed = self._packed(packed_seq_params, hidden_states)
-        chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
+        chunk = unchunked_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
         unflattened = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
         padding = padding_for_stock(padding_mask, unflattened[0], packed)
         inputs = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **inputs}

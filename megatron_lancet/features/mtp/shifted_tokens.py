@@ -16,7 +16,7 @@ def shifted_in_documents(
     cp_group: dist.ProcessGroup | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Any, Any]:
-    """Megatron's ``roll_tensor``, which takes the documents of several samples for those of one.
+    """Megatron's ``roll_tensor``, which takes the documents of several samples for the documents of one.
 
     Args:
         tensor: [B, S] or [1, B * S], tokens, labels or their masks; each position gets the value of the next one, and

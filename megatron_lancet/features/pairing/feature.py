@@ -65,7 +65,7 @@ class PairingFeature(Feature):
         if MEGATRONS_FLAG not in flags or not is_open:
             return ""
         setattr(args, _ASKED, True)
-        return ", and may run backwards beside forwards"
+        return ", and may pair backwards with forwards"
 
     def limited(self, limits: Limits, args: argparse.Namespace, config: LancetConfig) -> Limits:
         """Lets plans pair where the run can."""
@@ -81,7 +81,7 @@ class PairingFeature(Feature):
         """Refuses a plan with pairing where the run can't pair."""
         for obstacle in pairing_blockers(args, config) if plan.is_paired else ():
             raise UsageError(
-                f"--lancet-plan {file} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
+                f"--lancet-plan {file} pairs backwards with forwards, which is not possible here: {obstacle.reason}. "
                 f"{obstacle.advice_begins}, or make a plan for this run."
             )
 
@@ -133,7 +133,7 @@ def allowed_pairing(args: argparse.Namespace, config: LancetConfig) -> tuple[tup
     blockers = list(pairing_blockers(args, config))
     if config.of(PairingFlags).pairing is PairingChoice.ON:
         for blocker in blockers:
-            raise UsageError(f"{FLAG} on can't be followed: {blocker.reason}. {blocker.advice_begins}, or drop {FLAG}.")
+            raise UsageError(f"{FLAG} on is not possible: {blocker.reason}. {blocker.advice_begins}, or drop {FLAG}.")
         return (True,), []
     return ((False,) if blockers else (False, True)), [Exclusion("pairing", blocker.reason) for blocker in blockers]
 

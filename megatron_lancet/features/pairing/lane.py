@@ -1,6 +1,6 @@
 """A thread for forwards, which takes turns with the thread of the backward: exactly one of the two runs at any time.
 
-Autograd owns the order of a backward, and returns to its caller only at the end. So what runs beside it needs a stack
+Autograd owns the order of a backward, and returns to its caller only at the end. So concurrent work needs a stack
 of its own. On the CPU the backward runs on the thread that called it. On CUDA its nodes run on a thread of autograd,
 while the caller waits inside autograd without holding the interpreter's lock: whoever holds the turn gives it away.
 """
@@ -15,7 +15,7 @@ import torch
 
 
 class ForwardEnded(BaseException):
-    """Unwinds a forward that is not continued, because the backward beside it has failed."""
+    """Unwinds a forward that is not continued, because the backward paired with it has failed."""
 
 
 class Forward:

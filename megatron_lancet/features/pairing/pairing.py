@@ -1,4 +1,4 @@
-"""Runs the backward of a micro-batch beside the forward of the next one, in the turns of ``schedule/pairing.py``."""
+"""Pairs the backward of a micro-batch with the forward of the next, in the turns of ``schedule/pairing.py``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +19,10 @@ ASKED_BY = "overlap_moe_expert_parallel_comm"
 
 @dataclass
 class MicroBatch:
-    """A micro-batch of a step in which backwards run beside forwards.
+    """A micro-batch of a step in which backwards are paired with forwards.
 
     Attributes:
-        number: its number in the step, from 1; with virtual pipeline stages that of its stage's forward.
+        number: its number in the step, from 1; with virtual pipeline stages the number of its stage's forward.
         at_end: whether its forward or its backward has no partner.
         num_waits: messages that its forward waits for, and its backward.
         forward: its forward on the lane.
@@ -36,7 +36,7 @@ class MicroBatch:
 
 @dataclass
 class _Pair:
-    """A backward and what may run beside it.
+    """A backward and what may be paired with it.
 
     Attributes:
         beside: the micro-batch of the forward.
@@ -171,7 +171,7 @@ class Pairing(Position):
         self._pair = self._backwards.number = None  # not if it has failed, see :meth:`end`
 
     def backward_waits(self) -> None:
-        """Called in front of each wait of a backward: lets the forward beside it run its turns."""
+        """Called in front of each wait of a backward: lets the forward paired with it run its turns."""
         if self._pair is not None:
             self._pair.place += 1
             self._run_due(self._pair)
@@ -197,17 +197,17 @@ class Pairing(Position):
         self._present.mark(doing, op)
 
     def position(self, description: Callable[[str, Op], str]) -> str:
-        """Returns where this rank is: first the one of forward and backward that ran last, or that has failed.
+        """Returns where this rank is: first the pass (forward or backward) that ran last, or that has failed.
 
         Args:
             description: says what was done with an op.
         """
         present, other = self._failed_at or self._present_and_other()
-        beside = "" if other.number is None else f"; beside it {other.description(description)}"
+        beside = "" if other.number is None else f"; paired with {other.description(description)}"
         return present.description(description) + beside
 
     def _present_and_other(self) -> tuple[_Side, _Side]:
-        """Returns the one of forward and backward that ran last, and the other."""
+        """Returns the pass (forward or backward) that ran last, and the other."""
         sides = self._forwards, self._backwards
         return sides if self._present is self._forwards else sides[::-1]
 
@@ -216,7 +216,7 @@ class Pairing(Position):
         return self._forwards if self.lane.is_here else self._backwards
 
     def forward_waits(self) -> None:
-        """Called in front of each wait of a forward: ends its turn if it runs beside a backward."""
+        """Called in front of each wait of a forward: ends its turn if it runs during a backward."""
         self.lane.end_turn()
 
     def end(self) -> None:

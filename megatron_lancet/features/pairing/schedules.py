@@ -1,4 +1,4 @@
-"""Megatron's schedules of micro-batches for plans with pairing: each backward beside the next forward.
+"""Megatron's schedules of micro-batches for plans with pairing: each backward paired with the next forward.
 
 Megatron has two such schedules, without pipeline parallelism and with virtual pipeline stages, for its own
 ``--overlap-moe-expert-parallel-comm``. They call one function each for a forward and a backward that belong together.
@@ -195,7 +195,7 @@ class _Interleaved:
         return pairing.add(forward, number + 1, at_end, num_forward_waits(self._stages()[stage], at_end))
 
     def _run_backward(self, pairing: Pairing, beside: MicroBatch | None, call: SimpleNamespace) -> Any:
-        """Runs the backward of a call beside a forward, if there is one; the gradient of its input."""
+        """Runs the backward of a call during a forward, if there is one; the gradient of its input."""
         stage = call.get_model_chunk_id(call.b_virtual_microbatch_id, forward=False)
         tensors = call.backward_step_helper_preprocess(call.b_virtual_microbatch_id, stage)
         with pairing.backward(self._open[stage].popleft(), beside):
@@ -220,7 +220,7 @@ class _Order:
         """Whether a forward, or its own backward, has no partner.
 
         Args:
-            backward_id: number of the backward beside the forward; None if there is none.
+            backward_id: number of the backward paired with the forward; None if there is none.
         """
         if backward_id is None:
             return True

@@ -90,7 +90,7 @@ class ActivePlacement(ActiveFeature):
             stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
 
     def adopt(self, stages: Sequence[LanguageModel], comm: Comm) -> None:
-        """Puts experts at their places."""
+        """Puts experts at their slots."""
         apply_placement(stages, self._placements)
 
     def observe(self, step: Callable[[], Any]) -> Any:

@@ -8,15 +8,15 @@ from megatron_lancet.flags import CheckedFlags, flag
 
 @dataclass(frozen=True)
 class PlacementFlags(CheckedFlags):
-    """Where experts are, and whether they move."""
+    """Placement of experts, and whether they move."""
 
     expert_placement: Path | None = flag(
         None,
         read=Path,
         metavar="FILE",
         unchecked="",
-        help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
-        "checkpoints keep the model's numbers of experts.",
+        help="place experts on ranks by FILE, which tools/place_experts.py writes. Losses, logs and checkpoints keep "
+        "the model's expert indices.",
     )
     rebalance_interval: int | None = flag(
         None,
@@ -25,8 +25,8 @@ class PlacementFlags(CheckedFlags):
         metavar="N",
         advice="Without the flag experts stay where they are.",
         unchecked="",
-        help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
-        "weights and optimizer state move from rank to rank.",
+        help="every N steps, move experts (weights and optimizer state) to other ranks if the load of these steps "
+        "shows that it pays.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What an optimizer of Megatron keeps for a parameter beside it: the fp32 copy, and moments."""
+"""The state of a parameter in an optimizer of Megatron: the fp32 copy, and moments."""
 
 from typing import Any
 

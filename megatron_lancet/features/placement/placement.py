@@ -12,7 +12,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.files import RecordError
-from megatron_lancet.model.expert_placement import layers_with_experts, place_experts, places_of
+from megatron_lancet.model.expert_placement import layers_with_experts, place_experts, slots_of
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.planning.load.placement import Placement, contiguous, placement_to_json, read_placement
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -49,11 +49,11 @@ def choose_placement(
 def check_can_place(args: argparse.Namespace, flag: str, plan: Plan | None) -> None:
     """
     Args:
-        flag: what asks for other places, for messages.
+        flag: what asks for other slots, for messages.
         plan: None for stock modules.
 
     Raises:
-        UsageError: the run can't have experts at other places than Megatron's.
+        UsageError: the run can't have experts at other slots than Megatron's.
     """
     if args.expert_model_parallel_size == 1:
         raise UsageError(
@@ -151,12 +151,12 @@ def check_reshardable(args: argparse.Namespace, saved: Any) -> None:
 
 
 def apply_placement(stages: Sequence[LanguageModel], placements: Mapping[int, Placement]) -> None:
-    """Puts the experts of prepared stages at their places, with the weights that stock gives them.
+    """Puts the experts of prepared stages at their slots, with the weights that stock gives them.
 
     To be called before DDP wraps the stages. Collective over all ranks of the world.
 
     Raises:
-        UsageError: ranks have different placements, or a weight is not that of one expert.
+        UsageError: ranks have different placements, or a weight belongs to several experts.
     """
     digests = from_all_ranks(hashlib.sha256(placement_to_json(placements).encode()).hexdigest())
     if len(set(digests)) > 1:
@@ -165,19 +165,19 @@ def apply_placement(stages: Sequence[LanguageModel], placements: Mapping[int, Pl
             f"{FLAG}: {name_ranks(others)} have another placement than rank 0. Start all ranks with the same file."
         )
     for moe in layers_with_experts(stages):
-        places_of(moe)
+        slots_of(moe)
         if moe.number in placements:
             place_experts(moe, placements[moe.number], moves_weights=dist.get_backend() != MOCKED)
 
 
 def present_placement(stages: Sequence[LanguageModel]) -> dict[int, Placement]:
     """The placement of all layers with experts, of all pipeline stages. Collective over all ranks of the world."""
-    own = {moe.number: tuple(places_of(moe).experts) for moe in layers_with_experts(stages)}
+    own = {moe.number: tuple(slots_of(moe).experts) for moe in layers_with_experts(stages)}
     return dict(sorted({layer: experts for one in from_all_ranks(own) for layer, experts in one.items()}.items()))
 
 
 def placement_note(placements: Mapping[int, Placement] | None) -> str:
-    """What the plan's line says of a placement; empty for Megatron's."""
+    """The placement's part of the plan's line; empty for Megatron's."""
     if not placements:
         return ""
     moved = sum(experts != contiguous(len(experts)) for experts in placements.values())

@@ -21,8 +21,8 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.features.placement.optimizer_state import tensors_beside
 from megatron_lancet.features.placement.placement import check_can_place, present_placement
-from megatron_lancet.model.expert_placement import OptimizerTensors, layers_with_experts, place_experts, places_of
-from megatron_lancet.model.local_experts.placed import parameters_of_places
+from megatron_lancet.model.expert_placement import OptimizerTensors, layers_with_experts, place_experts, slots_of
+from megatron_lancet.model.local_experts.placed import parameters_of_slots
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.planning.load.placement import placement_to_json, swapped
 from megatron_lancet.planning.load.rebalance import Costs, Rebalance, decide
@@ -61,7 +61,7 @@ def check_can_rebalance(args: argparse.Namespace, config: LancetConfig, plan: Pl
     if args.use_distributed_optimizer and num_replicas > 1:
         raise UsageError(
             f"{flag} moves an expert's optimizer state from one rank to another, but --use-distributed-optimizer "
-            f"spreads it over {num_replicas} ranks. Drop one of the two, or change places at a restart with "
+            f"spreads it over {num_replicas} ranks. Drop one of the two, or change slots at a restart with "
             "--lancet-expert-placement."
         )
     for other, is_given in {
@@ -187,12 +187,12 @@ class Rebalancer:
         )
 
     def _say_that_none_moved(self, costs: Costs) -> None:
-        """Prints why the run's first decision has moved nothing; later ones do so without a word."""
+        """Prints why the first decision moves no expert; later decisions like this are not printed."""
         if not self._has_decided:
             say(
-                f"Megatron-Lancet experts: all stay on their ranks after step {self._args.curr_iteration + 1}: no swap "
-                f"would save more than moving costs and more than the noise of {costs.noise_ms:.1f} ms a step. This is "
-                f"decided every {costs.num_steps} steps; from now on only swaps are logged"
+                f"Megatron-Lancet experts: no experts moved after step {self._args.curr_iteration + 1}: no swap pays "
+                f"for itself beyond the noise ({costs.noise_ms:.1f} ms a step). Swaps are considered every "
+                f"{costs.num_steps} steps; from now on only swaps are logged"
             )
         self._has_decided = True
 
@@ -218,10 +218,10 @@ class Rebalancer:
 
 
 def _expert_bytes(moe: Any, beside: OptimizerTensors) -> int:
-    """What moves with one expert of a layer: weights, main copies and moments."""
-    places_of(moe)  # makes experts that were never moved tell their parameters by place
+    """The tensors that move with one expert of a layer: weights, main copies and moments."""
+    slots_of(moe)  # makes experts that were never moved return their parameters by slot
     return sum(
         tensor.nbytes
-        for parameter in parameters_of_places(moe.stock.experts)[0]
+        for parameter in parameters_of_slots(moe.stock.experts)[0]
         for tensor in (parameter, *beside(parameter))
     )

@@ -1,4 +1,4 @@
-"""``--lancet-max-expert-rows``: how many rows of a chunk the experts of a rank may work on at a time.
+"""``--lancet-max-expert-rows``: the most rows of a chunk that the experts of a rank process at a time.
 
 With ``auto`` the bound follows from memory that is measured when a few steps have run under the plan. Every received
 row keeps bytes alive until its backward pass, and every chunk whose backward pass is still to come may have as many
@@ -7,7 +7,7 @@ rows as the bound allows, so the bound is
     mean rows of a chunk so far + usable room / (bytes that a row keeps * (chunks that are kept at a time + 2))
 
 with the room that a rank can still allocate beyond its peak, of which fragmentation takes a part; two more chunks stand
-for the gradients and the copies of the one that is worked on. All ranks take the smallest bound of any.
+for the gradients and the copies of the chunk in work. All ranks take the smallest bound of any.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_ro
 
 FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2
-"""Chunks' worth of memory for the one that is worked on, beside what is kept of it."""
+"""Chunks' worth of memory for the chunk in work, in addition to its kept tensors."""
 KEY = "max_expert_rows"
 """In ``report.json``."""
 
@@ -51,7 +51,7 @@ class RowLimitChoice(StrEnum):
     """Source of the most rows that a rank may receive of a chunk, other than a number."""
 
     AUTO = "auto"
-    """What fits into the memory that the first steps leave."""
+    """The rows that fit into the memory that is free after the first steps."""
 
 
 def _row_limit(text: str) -> "int | RowLimitChoice":
@@ -78,10 +78,10 @@ class RowBoundFlags(CheckedFlags):
         same_on_all_ranks=True,
         read=_row_limit,
         metavar="{auto,N}",
-        help="guard against running out of memory when a router prefers some experts: the experts of a rank work on at "
-        "most N rows of a chunk at a time (a row is a token and one of its experts). Where a rank would receive more, "
-        "all ranks send the chunk in several rounds; no token is dropped and no step repeated. auto: as many rows as "
-        "fit into the memory that the first steps under the plan leave. By default there is no bound.",
+        help="bound the memory of experts under uneven routing: the experts of a rank process at most N rows of a "
+        "chunk at a time (a row is a token and one of its experts). A chunk with more rows is sent in several rounds; "
+        "no token is dropped and no step is repeated. auto: N from the memory that is free after the first steps. "
+        "Default: no bound.",
     )
 
 
@@ -193,7 +193,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def limit_rows(setup: OverlapSetup, max_rows: int | None) -> None:
-    """Lets a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
+    """Bounds the rows of a chunk that a rank's experts process at a time. On all ranks, between two steps.
 
     Args:
         setup: has built its model.
@@ -221,7 +221,7 @@ class NoBound(ActiveFeature):
 
 
 class ReceivedRows(NoBound):
-    """Bounds the rows of a run, measures the bound where that is asked for, and says when the first chunk was split."""
+    """Bounds the rows of a run, measures the bound with ``auto``, and reports the first chunk that is split."""
 
     def __init__(
         self,
@@ -267,9 +267,9 @@ class ReceivedRows(NoBound):
             if dist.get_rank() == 0:
                 say(
                     f"Megatron-Lancet received rows: in step {self._args.curr_iteration + 1} {split.op} "
-                    f"({split.op.description()}) would have brought {split.num_rows} rows to expert-parallel rank "
-                    f"{split.rank}, more than {self._comm.settings.max_expert_rows}. It went in {split.num_rounds} "
-                    "rounds; so will others"
+                    f"({split.op.description()}) would exceed the limit on EP rank {split.rank} ({split.num_rows} > "
+                    f"{self._comm.settings.max_expert_rows} rows); sent in {split.num_rounds} rounds. Further splits "
+                    "appear in the report"
                 )
         if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_TUNING_WARM_UP_STEPS:
             self._is_measured = True
@@ -293,7 +293,7 @@ class ReceivedRows(NoBound):
         limit_rows(self._setup, None if fits else bound)
         if dist.get_rank() != 0:
             return
-        room = f"the {room_bytes / 1e6:.0f} MB that every rank has left"
+        room = f"the {room_bytes / 1e6:.0f} MB that are free on every rank"
         found = f"at most {bound} of a chunk on a rank at a time, for which {room} are enough"
         if fits:
             found = f"no bound is needed, because all {most} rows of a micro-batch fit on one rank in {room}"

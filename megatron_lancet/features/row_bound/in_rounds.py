@@ -1,13 +1,13 @@
 """Sends a chunk to its experts and back in several rounds, where one would be more rows than a rank may work on.
 
 A round sends a part of the rows, runs the experts on what has arrived, and sends their outputs back. Neither the rows
-received nor the experts' activations are kept: the backward pass sends each round's rows again, beside the gradients of
-its outputs, runs the experts again, and sends the gradients of the rows. What is kept is what the chunk's own rank has
-sent, which does not depend on the other ranks. So a chunk over the limit costs two more messages of its rows and the
-experts once more, and its peak is that of a chunk at the limit.
+received nor the experts' activations are kept: the backward pass sends each round's rows again, next to the gradients
+of its outputs, runs the experts again, and sends the gradients of the rows. What is kept is what the chunk's own rank
+has sent, which does not depend on the other ranks. So a chunk over the limit costs two more messages of its rows and
+the experts once more, and its peak equals the peak of a chunk at the limit.
 
-All rounds run on end, at the place where the chunk would wait for its dispatch, and in the backward pass where it would
-launch that message's gradients. The messages that it does not need keep their places in the order of turns.
+Rounds run back to back where the chunk would wait for its dispatch, and in the backward pass where it would launch the
+gradients of that message. Messages that are not needed keep their places in the order of turns.
 
 Legend of shapes: n rows that this rank sends, one per token and expert, r rows of a round that it receives, H hidden.
 """
@@ -55,7 +55,7 @@ class ChunkInRounds:
     _second_runs: list[AbstractContextManager[None]] = field(default_factory=list)
 
     def run(self, message: AllToAll, ticket: torch.Tensor, sent: Rows) -> torch.Tensor:
-        """Returns the chunk's rows as they come back, like those of its last combine; [N, H].
+        """Returns the chunk's rows as they come back, like the rows of its last combine; [N, H].
 
         Args:
             message: the one in which the rows would have gone.

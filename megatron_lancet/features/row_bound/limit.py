@@ -1,11 +1,11 @@
-"""How many rows of a chunk a rank's experts may work on at a time, and the exchange of counts that tells all ranks.
+"""The most rows of a chunk that a rank's experts process at a time, and the exchange of counts with all ranks.
 
-A rank learns by its own counts what it receives. Whether *any* rank would receive too much, all ranks have to know,
-because all take part in the rounds in which the chunk is then sent. So with a limit each rank tells every other one all
+A rank's own counts say what it receives. All ranks need to know whether *any* rank would receive too much, because all
+take part in the rounds in which the chunk is then sent. So with a limit each rank sends every other rank all
 of its counts.
 
 Legend of shapes: t tokens of the chunk, P ranks of the expert-parallel group, V expert tensor parallel size,
-Q = P * V ranks that exchange counts, E experts, c counts that a peer is told for its own use.
+Q = P * V ranks that exchange counts, E experts, c counts that a peer gets for its own use.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ type Counts = Sequence[Sequence[int]]
 
 
 def rows_by_rank(counts: Counts, num_ranks: int) -> list[int]:
-    """Rows of all experts of each rank, P in all; every holder of these experts works on all of them.
+    """Rows of all experts of each rank, P in all; every expert-TP rank works on all of them.
 
     Args:
         num_ranks: P.
@@ -41,7 +41,7 @@ def num_rounds(rows: Sequence[int], max_rows: int) -> int:
 
 @dataclass(frozen=True)
 class OverLimit:
-    """A chunk of which a rank's experts would get more rows than they may work on at a time.
+    """A chunk with more rows for a rank's experts than the row limit allows.
 
     Attributes:
         num_rounds: rounds in which it goes.
@@ -80,7 +80,7 @@ class RowLimit:
     def with_counts_of_all(
         self, count: Callable[[], torch.Tensor], routing_map_tE: torch.Tensor, num_peers: int
     ) -> torch.Tensor:
-        """What is sent to the peers, [Q * (c + E)]: what is for each alone, and the rows from here to every expert.
+        """The counts sent to the peers, [Q * (c + E)]: counts for each alone, and the rows from here to every expert.
 
         Args:
             count: returns what is for each alone, [Q * c].
@@ -95,18 +95,18 @@ class RowLimit:
         first = -self.num_experts
         return [list(of_peer[:first]) for of_peer in counts], [list(of_peer[first:]) for of_peer in counts]
 
-    def of_peers(self, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
+    def split_counts(self, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
         """Takes exchanged counts apart: what is for this rank alone, and the rows from each rank to every expert."""
         (sent, _), (received, rows_of_all) = self.apart(counts.sent), self.apart(counts.received)
         return TokenCounts(sent, received, counts.received_on_device[:, : -self.num_experts]), rows_of_all
 
-    def of_dispatch(self, counts: Counts) -> list[list[int]]:
+    def dispatch_counts(self, counts: Counts) -> list[list[int]]:
         """The counts that are for each peer alone, [Q][c]."""
         return self.apart(counts)[0]
 
     def look_at(self, counts: TokenCounts) -> TokenCounts:
         """Decides in how many rounds the chunk goes; returns the counts that are for this rank alone."""
-        counts, rows_of_all = self.of_peers(counts)
+        counts, rows_of_all = self.split_counts(counts)
         rows = rows_by_rank(rows_of_all, self.num_ranks)
         number = num_rounds(rows, self.max_rows)
         if number > 1:

@@ -87,7 +87,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
         dispatch,
         combine,
         rounds,
-        partial(moe.dispatcher.of_each_expert, sent=routes.splits.sent, rows_per_expert=rows_per_expert),
+        partial(moe.dispatcher.expand, sent=routes.splits.sent, rows_per_expert=rows_per_expert),
         partial(_through_experts, moe),
         [parameter for parameter in moe.stock.experts.parameters() if parameter.requires_grad],
     )
@@ -95,7 +95,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
 
 def _through_experts(moe: OverlappingMoE, received: tuple[torch.Tensor, ...], routes: Routes) -> torch.Tensor:
     """Runs this rank's experts on the rows of a round: outputs in the order in which the rows came, [r, H]."""
-    moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_holder))
+    moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_expert_tp_rank))
     dispatcher, sum_dtype = moe.dispatchers[PLAIN], received[1].dtype
     last_expert_first = moe.last_expert_first
     tokens, probs = dispatcher.collect(received, routes, last_expert_first)

@@ -1,9 +1,9 @@
-"""Cuts the rows of a chunk into rounds, so that no rank's experts work on more rows at a time than they may.
+"""Cuts the rows of a chunk into rounds, so that no rank exceeds its row limit.
 
-All ranks know all counts, and each of them makes the same rounds of these; nothing more is said. The rows of a
-destination are thought of as a line, in the order in which its experts take them, and the line is cut evenly. So every
-destination has the fewest rows at a time that this number of rounds allows, the number of rounds is the smallest, and
-what a sender sends in a round to a rank are neighbours among its rows, which are ordered by expert.
+All ranks have all counts and derive the same rounds from them; no extra message is needed. The rows of a destination,
+in the order of its experts, are cut evenly. So the number of rounds is the smallest, every round of a destination has
+the fewest rows that this number allows, and the rows that a sender sends in a round are neighbours among its rows,
+which are ordered by expert.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, E experts, e = E / P on a rank,
 R rounds, n rows that this rank sends.
@@ -21,7 +21,7 @@ from megatron_lancet.runtime.exchange import RowSplits
 
 
 def cut_rows(counts: Counts, num_ranks: int, number: int) -> torch.Tensor:
-    """The rows of each round, [R, P, e, V, P]: to a rank, for one of its experts, from a place among holders, and rank.
+    """The rows of each round, [R, P, e, V, P]: to a rank, for one of its experts, from an expert-TP rank, and rank.
 
     Args:
         num_ranks: P.
@@ -41,14 +41,14 @@ class Round:
         sent: places among the rows of this rank, [n], of those that it sends to each rank.
         rows_by_source: [V * P, e] on the host, see :class:`Routes`.
         splits: rows to and from each rank.
-        rows_by_holder: see :class:`Routes`.
+        rows_by_expert_tp_rank: see :class:`Routes`.
         like: a tensor on the device of the rows.
     """
 
     sent: tuple[slice, ...]
     rows_by_source: torch.Tensor
     splits: RowSplits
-    rows_by_holder: tuple[int, ...]
+    rows_by_expert_tp_rank: tuple[int, ...]
     like: torch.Tensor
 
     @cached_property
@@ -57,10 +57,10 @@ class Round:
         # The caching host allocator keeps the pinned memory until the copy is done.
         on_host = torch.tensor(self.rows_by_source.tolist(), pin_memory=on_cuda(self.like))
         on_device = on_host.to(self.like.device, non_blocking=True)
-        return Routes(self.splits, on_device, self.rows_by_holder, self.rows_by_source.sum(dim=0))
+        return Routes(self.splits, on_device, self.rows_by_expert_tp_rank, self.rows_by_source.sum(dim=0))
 
     def picked(self, rows_n: torch.Tensor) -> torch.Tensor:
-        """Those of this rank's rows [n, ...] that it sends, in rank order."""
+        """The rows that it sends out of this rank's rows [n, ...], in rank order."""
         return torch.cat([rows_n[part] for part in self.sent])
 
     def put_back(self, rows: torch.Tensor, rows_n: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ def rounds_of(
         num_ranks: P.
         number: R.
         own_rank: its place among the P.
-        own_place: its place among the V holders of its experts.
+        own_place: its rank in the expert-tensor-parallel group.
         like: a tensor on the device of the rows.
     """
     parts = cut_rows(counts, num_ranks, number)
@@ -90,7 +90,7 @@ def rounds_of(
             sent=tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)),
             rows_by_source=rows_eVP.permute(1, 2, 0).flatten(0, 1),
             splits=RowSplits(tuple(sizes), tuple(rows_eVP[:, own_place].sum(dim=0).tolist())),
-            rows_by_holder=tuple(rows_eVP.sum(dim=(0, 2)).tolist()),
+            rows_by_expert_tp_rank=tuple(rows_eVP.sum(dim=(0, 2)).tolist()),
             like=like,
         )
         for firsts, sizes, rows_eVP in zip(start.tolist(), sent_RP.tolist(), own, strict=True)

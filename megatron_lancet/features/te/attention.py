@@ -104,8 +104,8 @@ def _attend_to_documents(
     bounds = documents.bounds(0, num_positions, query.device)
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=bounds.of_queries,
-        cu_seqlens_kv=bounds.of_keys,
+        cu_seqlens_q=bounds.query_ends,
+        cu_seqlens_kv=bounds.key_ends,
         max_seqlen_q=bounds.most_queries,
         max_seqlen_kv=bounds.most_keys,
     )
@@ -116,7 +116,7 @@ def _attend_to_documents(
 
 @contextmanager
 def _value_channels(core: Any, number: int) -> Iterator[None]:
-    """Inside, Transformer Engine's attention expects values of so many channels."""
+    """Inside the context, Transformer Engine's attention expects values of ``number`` channels."""
     built = core.hidden_size_per_attention_head_v
     core.hidden_size_per_attention_head_v = number
     try:

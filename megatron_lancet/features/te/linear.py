@@ -73,7 +73,7 @@ class _WeightWithPlaceholder(DeferredWeight):
 
 
 class _StoreOfModule:
-    """What a module takes for Transformer Engine's ``WeightGradStore``."""
+    """Takes the place of Transformer Engine's ``WeightGradStore`` in a module."""
 
     enabled = True
     context = None
@@ -143,7 +143,7 @@ class TELinearPerChunk(LinearByPlan):
         name = self._unregistered.pop(0)
         parameter = self._late[name]
         kind = _WeightWithPlaceholder if name.startswith("weight") else DeferredWeight
-        # The op of several weights is named like the module, as that of one weight is.
+        # The op of several weights is named like the module, as is the op of one weight.
         op_name = f"{self._op_name}.{name}" if self.deferred else self._op_name
         self.deferred.append(kind(parameter, op_name, report_ready))
         if len(self.deferred) > 1:
@@ -216,7 +216,7 @@ class TELinearPerChunk(LinearByPlan):
 
 
 def _is_late(name: str) -> bool:
-    """Whether the gradient of a parameter comes with the deferred GEMM; that of a norm's weight does not."""
+    """Whether the gradient of a parameter comes with the deferred GEMM; a norm weight's does not."""
     return name.rstrip("0123456789") in ("weight", "bias")
 
 

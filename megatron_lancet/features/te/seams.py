@@ -1,4 +1,4 @@
-"""Transformer Engine's internals that this project uses, and those of Megatron's wrappers of it.
+"""Internals that this project uses of Transformer Engine, and of Megatron's wrappers of it.
 
 They are checked where a run overlaps layers of Transformer Engine. What matters is how the modules compute weight
 gradients, which no signature shows; so their source is searched, as ``seams.py`` does for parts of DDP. The sources of

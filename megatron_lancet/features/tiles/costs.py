@@ -1,4 +1,4 @@
-"""What a dispatch in tiles costs: that without tiles, in parts.
+"""Costs of a dispatch in tiles: the costs without tiles, in parts.
 
 Experts that get their rows in tiles cost what they cost on as few rows. If a plan with tiles was profiled, each op is
 scaled by the ratio of what was measured there to that.
@@ -11,7 +11,7 @@ from megatron_lancet.features.tiles.order import Tiled
 from megatron_lancet.planning.dispatch import DispatchCosts, costs_of
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
-from megatron_lancet.schedule.dispatch import Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase, Verb
 
@@ -25,23 +25,23 @@ class TiledCosts(DispatchCosts):
         super().__init__(dispatch, counts)
         assert isinstance(dispatch, Tiled), dispatch
         self._tiled = dispatch
-        self._whole = costs_of(dispatch.whole, counts)
+        self._untiled = costs_of(dispatch.untiled, counts)
         self._factor = cache(self._measured_factor)
 
     def row_bytes(self, kind: OpKind) -> tuple[int, int]:
-        return self._whole.row_bytes(kind)
+        return self._untiled.row_bytes(kind)
 
     def rows(self, verb: Verb, chunk: Chunk) -> Rows:
         """The rows of one tile: tiles are as equal as possible."""
         tiles, tile = self._tiled.tiles, verb.tile
         assert tile is not None, verb
-        whole = self._whole.rows(verb, chunk)
-        return Rows(*([(tile + 1) * rows // tiles - tile * rows // tiles for rows in its] for its in whole))
+        untiled = self._untiled.rows(verb, chunk)
+        return Rows(*([(tile + 1) * rows // tiles - tile * rows // tiles for rows in its] for its in untiled))
 
     def op_rows(self, verb: Verb, chunk: Chunk) -> Sequence[float] | None:
-        """The experts work on rows that stay on the rank, or on those of other ranks in one tile."""
+        """The experts work on local tokens, or on the tokens of other ranks in one tile."""
         if verb.kind not in _EXPERTS:
-            return self._whole.op_rows(verb, chunk)
+            return self._untiled.op_rows(verb, chunk)
         kept = self.counts.kept(chunk)
         if verb.kind is OpKind.OWN_EXPERTS:
             return [number / self._tiled.num_own_parts for number in kept]
@@ -50,15 +50,15 @@ class TiledCosts(DispatchCosts):
 
     def op_ms(self, layer: LayerKind, kind: OpKind, phase: Phase, chunk: Chunk, rows: float) -> float:
         like = _without_tiles(kind)
-        return self._factor(layer, kind, phase) * self._whole.op_ms(layer, like, phase, chunk, rows)
+        return self._factor(layer, kind, phase) * self._untiled.op_ms(layer, like, phase, chunk, rows)
 
     def weight_grads(
         self, layer: LayerKind, verb: Verb, chunk: Chunk, rows: Sequence[float]
     ) -> tuple[tuple[DwCost, ...], ...]:
         """A weight has one gradient, over all rows. It is ready behind the backward's last part."""
         if verb.kind not in _EXPERTS:
-            return self._whole.weight_grads(layer, verb, chunk, rows)
-        first = OpKind.EXPERTS if self._tiled.own_rows is OwnRows.AFTER else OpKind.OWN_EXPERTS
+            return self._untiled.weight_grads(layer, verb, chunk, rows)
+        first = OpKind.EXPERTS if self._tiled.local_tokens is LocalTokens.AFTER else OpKind.OWN_EXPERTS
         if verb.kind is not first or verb.tile:
             return ((),) * len(rows)
         grads = self.costs.weight_grads
@@ -67,7 +67,7 @@ class TiledCosts(DispatchCosts):
         )
 
     def _measured_factor(self, layer: LayerKind, kind: OpKind, phase: Phase) -> float:
-        """Time of an op with tiles by that of the same rows without; 1 if no plan with tiles was profiled."""
+        """Time of an op with tiles over its time for the same rows without; 1 if no plan with tiles was profiled."""
         measured = self.costs.measured_in_tiles(layer, kind, phase)
         without_ms = sum(
             self.costs.op_ms(

@@ -83,8 +83,8 @@ class TilesFeature(Feature):
         blocker = tiles_blocker_of(args, config) if plan.has_tiles else None
         if blocker is not None:
             raise UsageError(
-                f"--lancet-plan {file} sends rows in tiles, which can't be followed: {blocker.reason}. Make a plan for "
-                f"this run with --tiles 0, or {blocker.advice}."
+                f"--lancet-plan {file} sends rows in tiles, which is not possible here: {blocker.reason}. Make a "
+                f"plan for this run with --tiles 0, or {blocker.advice}."
             )
 
     def choices(self, limits: Limits) -> str:
@@ -123,7 +123,7 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     """
     blocker, number = tiles_blocker_of(args, config), config.of(TilesFlags).tiles
     if number and blocker is not None:
-        raise UsageError(f"{FLAG} {number} can't be followed: {blocker.reason}. Pass {FLAG} 0, or {blocker.advice}.")
+        raise UsageError(f"{FLAG} {number} is not possible: {blocker.reason}. Pass {FLAG} 0, or {blocker.advice}.")
     if number is not None:
         return (number,), []
     return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])

@@ -25,7 +25,7 @@ from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, 
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState, tiling: Tiling, op: Op) -> None:
-    """Launch the exchange of token counts, which tells of distinct rows also how many each expert has of a tile."""
+    """Launch the exchange of token counts, which for distinct rows also has the rows of each expert in each tile."""
     if moe.dispatcher.has_plain_rows:
         moe_layer.launch_counts(moe, x)
         return
@@ -114,7 +114,7 @@ OPS: Mapping[Verb, Callable[[OverlappingMoE, ChunkState, Tiling, Op], None]] = {
 
 
 def _run(verb: Verb, tiling: Tiling, moe: OverlappingMoE, x: ChunkState) -> None:
-    OPS[verb.of_all_rows](moe, x, tiling, moe.op(verb.kind, x, verb.tile))
+    OPS[verb.untiled](moe, x, tiling, moe.op(verb.kind, x, verb.tile))
 
 
 class _Tiles(ModelPart):
@@ -139,8 +139,7 @@ class _Tiles(ModelPart):
         why_not = model_blocker(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
         if why_not is not None:
             raise UsageError(
-                f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
-                f"without tiles, or {why_not.advice}."
+                f"this model cannot run a tiled plan: {why_not.reason}. Use a plan without tiles, or {why_not.advice}."
             )
 
 

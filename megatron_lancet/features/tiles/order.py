@@ -5,7 +5,7 @@ part by part (Comet section 3).
 from dataclasses import replace
 
 from megatron_lancet.features.tiles.support import model_blocker
-from megatron_lancet.schedule.dispatch import Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layout import NOTHING_IS_SENT, Blocker, Layout
 from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
 
@@ -16,45 +16,45 @@ class Tiled(Dispatch):
     """Another dispatch in tiles; see :class:`~megatron_lancet.schedule.plan.Segment`.
 
     Attributes:
-        own_rows: when the experts work on the rows that stay on the rank.
+        local_tokens: when the experts work on local tokens.
     """
 
     costs = "megatron_lancet.features.tiles.costs:TiledCosts"
     can_tile = False
 
-    def __init__(self, whole: Dispatch, tiles: int, own_rows: OwnRows) -> None:
-        self._whole = whole
+    def __init__(self, untiled: Dispatch, tiles: int, local_tokens: LocalTokens) -> None:
+        self._untiled = untiled
         self.tiles = tiles
-        self.own_rows = own_rows
-        self.name = f"{whole} tiles={tiles} own-rows={own_rows}"
-        self.description, self.refusal, self.receiver = whole.description, "sends rows in tiles", whole.receiver
-        self.measured_as, self.messages, self.needs_nodes = whole.measured_as, whole.messages, whole.needs_nodes
+        self.local_tokens = local_tokens
+        self.name = f"{untiled} tiles={tiles} local-tokens={local_tokens}"
+        self.description, self.refusal, self.receiver = untiled.description, "sends rows in tiles", untiled.receiver
+        self.measured_as, self.messages, self.needs_nodes = untiled.measured_as, untiled.messages, untiled.needs_nodes
 
     @property
-    def whole(self) -> Dispatch:
-        return self._whole
+    def untiled(self) -> Dispatch:
+        return self._untiled
 
     @property
     def num_own_parts(self) -> int:
         """Parts in which the experts work on the rows that stay on the rank."""
-        return 2 if self.own_rows is OwnRows.HALF else 1
+        return 2 if self.local_tokens is LocalTokens.HALF else 1
 
     def order(self, layer: Layer) -> Layer:
         """All tiles leave at once and come back as they are done.
 
         The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
         """
-        in_halves = self.own_rows is OwnRows.HALF
+        in_halves = self.local_tokens is LocalTokens.HALF
         own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
         own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
         done: list[Verb] = []
-        for verb in self._whole.order(layer):
+        for verb in self._untiled.order(layer):
             if verb == _TILED[0]:
                 done += own_before
-                done += [_of_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
+                done += [_with_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
                 done.append(own_after)
             elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
-                done += [_of_tile(verb, tile) for tile in range(self.tiles)]
+                done += [_with_tile(verb, tile) for tile in range(self.tiles)]
             elif verb not in _TILED:
                 done.append(verb)
         return tuple(done)
@@ -62,9 +62,9 @@ class Tiled(Dispatch):
     def blocker(self, layout: Layout) -> Blocker | None:
         if layout.ep_size <= 1:
             return Blocker(NOTHING_IS_SENT, is_evident=True, advice="raise --expert-model-parallel-size")
-        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._whole.blocker(layout)
+        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._untiled.blocker(layout)
 
 
-def _of_tile(verb: Verb, tile: int) -> Verb:
+def _with_tile(verb: Verb, tile: int) -> Verb:
     # A chunk waits within its turn for the tiles behind the first one.
     return replace(verb, tile=tile, ends_turn=not tile) if isinstance(verb, Wait) else replace(verb, tile=tile)

@@ -1,9 +1,10 @@
-"""Cuts the rows of a chunk into parts: those that stay on their rank, and tiles of those that go to other ranks.
+"""Cuts the rows of a chunk into parts: local tokens, and tiles of rows for other ranks.
 
 The rows for another rank are cut evenly, whatever their experts are: a part of them are neighbours in their order,
-which is by expert. Sender and receiver make the same parts of the counts that both know, so nothing more is said.
+which is by expert. Both sides derive the same tiles from the shared counts; no extra message is needed.
 
-Distinct rows are cut in the same way. Of their experts only the sender knows, so it tells the rows of each part, too.
+Distinct rows are cut in the same way. Only the sender knows the experts of a distinct row, so it also sends per-tile
+counts.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, Q = P * V ranks that exchange
 counts, e local experts, T tiles, O parts of the rows that stay.
@@ -20,7 +21,7 @@ import torch
 from megatron_lancet.features.tiles.order import Tiled
 from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
-from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_holder, cut_evenly
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_expert_tp_rank, cut_evenly
 from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.schedule.dispatch import Dispatch
@@ -71,7 +72,7 @@ def part_sizes(num_rows: int, number: int) -> list[int]:
 class PartedRoutes[R: Routes | DistinctRoutes](ABC):
     """Routes of the parts of a chunk; what is received is known when the counts have arrived.
 
-    The number of rows that stay on a rank, and of those that it sends, is known before those of other ranks are.
+    The numbers of local rows and of rows that the rank sends are known before the counts of other ranks arrive.
 
     Attributes:
         tiling: the parts.
@@ -130,7 +131,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
     @cached_property
     def received(self) -> torch.Tensor:
         """Waits for the counts; rows of each part from each rank for each local expert, [O + T, Q, e] on the host."""
-        return self._parts_of(torch.tensor(self._routes.told()))
+        return self._parts_of(torch.tensor(self._routes.received_counts()))
 
     @property
     def received_by_source(self) -> torch.Tensor:
@@ -143,14 +144,14 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         if part not in self._made:
             is_own = part < self.tiling.num_own
             if is_own and self._tp_size == 1:
-                rows_Qe = self._parts_of(torch.tensor(self._routes.tells()))[part]
+                rows_Qe = self._parts_of(torch.tensor(self._routes.sent_counts()))[part]
                 received = [parts[part] if rank == self.own_rank else 0 for rank, parts in enumerate(self.sent)]
             else:
                 rows_Qe, received = self.received[part], self._received_in(part)
             sent = (0,) * len(self.sent) if is_own else self.sent_in(part - self.tiling.num_own)
             splits = RowSplits(sent, tuple(received[self._tp_rank :: self._tp_size]))
-            by_holder = tuple(sum(received[holder :: self._tp_size]) for holder in range(self._tp_size))
-            self._made[part] = self._make(rows_Qe, splits, by_holder)
+            by_expert_tp_rank = tuple(sum(received[tp_rank :: self._tp_size]) for tp_rank in range(self._tp_size))
+            self._made[part] = self._make(rows_Qe, splits, by_expert_tp_rank)
         return self._made[part]
 
     def _received_in(self, part: int) -> list[int]:
@@ -163,7 +164,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         ]
 
     def _is_own(self, num_peers: int) -> torch.Tensor:
-        """Whether a rank's tokens are those of this one, [Q, 1]; V ranks that hold the same experts are neighbours."""
+        """Whether a rank has the tokens of this rank, [Q, 1]; V ranks that hold the same experts are neighbours."""
         return (torch.arange(num_peers) // self._tp_size == self.own_rank).unsqueeze(1)
 
     def _on_device(self, on_host: torch.Tensor) -> torch.Tensor:
@@ -173,10 +174,10 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
 
     @abstractmethod
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
-        """Rows of each part for each expert, [O + T, Q, e], of what each peer is told, or tells."""
+        """Rows of each part for each expert, [O + T, Q, e], from the counts that peers receive or send."""
 
     @abstractmethod
-    def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_holder: tuple[int, ...]) -> R:
+    def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_expert_tp_rank: tuple[int, ...]) -> R:
         """The routes of a part with these rows."""
 
 
@@ -188,27 +189,29 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
         own = cut_evenly(counts * is_own, self.tiling.num_own)
         return torch.cat((own, cut_evenly(counts * ~is_own, self.tiling.num_tiles)))
 
-    def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_holder: tuple[int, ...]) -> Routes:
+    def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_expert_tp_rank: tuple[int, ...]) -> Routes:
         return Routes(
             splits=splits,
-            rows_by_source=by_holder(self._on_device(rows_Qe), self._tp_size),
-            rows_by_holder=rows_by_holder,
+            rows_by_source=by_expert_tp_rank(self._on_device(rows_Qe), self._tp_size),
+            rows_by_expert_tp_rank=rows_by_expert_tp_rank,
             rows_per_expert=rows_Qe.sum(dim=0),
             are_by_expert=int(rows_Qe.any(dim=1).sum()) <= 1,
         )
 
 
 class PartedDistinctRoutes(PartedRoutes[DistinctRoutes]):
-    """By the deduplicated dispatcher: the sender tells how many rows each expert has, see :func:`count_parts`."""
+    """By the deduplicated dispatcher: the sender also sends the rows of each expert, see :func:`count_parts`."""
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         in_parts = counts[:, 1:].view(len(counts), self.tiling.most_cuts + 1, -1)[:, :-1].transpose(0, 1)
         is_own = self._is_own(len(counts))
         return torch.cat((in_parts[: self.tiling.num_own] * is_own, in_parts[: self.tiling.num_tiles] * ~is_own))
 
-    def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_holder: tuple[int, ...]) -> DistinctRoutes:
+    def _make(
+        self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_expert_tp_rank: tuple[int, ...]
+    ) -> DistinctRoutes:
         num_rows = int(rows_Qe[self._tp_rank :: self._tp_size].sum())
-        return DistinctRoutes(splits, rows_by_holder, rows_Qe.sum(dim=0), num_rows)
+        return DistinctRoutes(splits, rows_by_expert_tp_rank, rows_Qe.sum(dim=0), num_rows)
 
 
 def count_parts(chosen_tPe: torch.Tensor, tiling: Tiling, own_rank: int) -> torch.Tensor:
@@ -216,7 +219,7 @@ def count_parts(chosen_tPe: torch.Tensor, tiling: Tiling, own_rank: int) -> torc
 
     Args:
         chosen_tPe: bool, the experts of each token.
-        own_rank: this rank, whose own rows are cut otherwise.
+        own_rank: this rank, whose local tokens are cut differently.
     """
     goes_tP = chosen_tPe.any(dim=2)
     number_P = goes_tP.new_full(goes_tP.shape[1:], tiling.num_tiles, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a model that runs rows in tiles may not have."""
+"""Settings of a model that do not work with tiles."""
 
 from megatron_lancet.schedule.layout import Blocker
 

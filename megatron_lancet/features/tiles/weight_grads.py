@@ -103,7 +103,7 @@ class GatheredWeightGrads:
     def in_part(self, part: int) -> Iterator[None]:
         """Inside, linear layers run on the rows of a part of the chunk.
 
-        A forward beside a backward changes places with it at waits only, of which there are none inside a part.
+        A forward paired with a backward changes places with it at waits only, of which there are none inside a part.
         """
         if self._store is None:
             yield
@@ -122,7 +122,7 @@ class GatheredWeightGrads:
             expert: local expert.
 
         Returns:
-            Those of all parts when they are complete, else None.
+            The gradients of all parts when they are complete, else None.
         """
         parts = self._gathered.setdefault((linear, expert), {})
         assert part not in parts, f"part {part} has come twice"

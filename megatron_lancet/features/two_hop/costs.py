@@ -1,10 +1,10 @@
-"""What two hops cost: a row for each *node* that has any of a token's experts, and there one for each such rank.
+"""Costs of two hops: a row for each *node* that has any of a token's experts, and there one for each such rank.
 
 Legend: P ranks of an expert-parallel group on N nodes, L = P / N of them on each, V ranks that hold the parts of the
 same experts, E experts of a layer, k experts of a token, t tokens of a chunk on a rank.
 
 A rank gets the tokens of the ranks with its own place on the other nodes, N t tokens with its own, and passes each of
-them on to every rank of its node that has any of its experts, with V holders to each of them.
+them to every rank of its node that has any of its experts, V expert-TP ranks each.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class HopParts:
         )
 
     def rows(self, num_tokens: float) -> HopRows:
-        """Rows of a chunk of so many tokens."""
+        """Rows of a chunk of that many tokens."""
         return HopRows(
             *(
                 tuple(round(num_tokens * part) for part in its)

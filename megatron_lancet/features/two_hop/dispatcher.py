@@ -1,10 +1,10 @@
-"""Dispatch and combine in two hops: a token travels once to a node, and there once to a rank.
+"""Dispatch and combine in two hops: a token is sent once to a node, and there once to a rank.
 
 The first hop goes to the rank with the sender's own place on each node that has any of the token's experts. That rank
-makes the rows for the ranks of its node, among them those of the node's own tokens, and the second hop takes them
-there. On the way back a rank sums a token's outputs, then the rank that had passed it on sums those of its node, and
-the token's own rank those of the nodes. One exchange of counts tells every rank the rows of both hops, so nothing is
-waited for between them. Holders of experts that tensor parallelism cuts are further destinations of the second hop, in
+makes the rows for the ranks of its node, which include the node's own tokens, and the second hop sends them. On the
+way back a rank sums a token's outputs, the rank that had forwarded the token sums the outputs of its node, and the
+token's own rank sums the outputs of the nodes. One exchange of counts has the rows of both hops, so nothing is
+waited for between them. The expert-TP ranks of an expert are further destinations of the second hop, in
 place of a gather behind it (Parm's fused schedule). The hops are connected by ``runtime/transport/hops.py``.
 
 Experts' inputs are stock's to the bit and in stock's order. Outputs and gradients differ from stock in the order of
@@ -27,7 +27,7 @@ from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_
 from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRows,
     distinct_rows,
-    of_each_expert,
+    expand,
     probs_and_choice,
     summed,
     through_experts,
@@ -42,18 +42,19 @@ from megatron_lancet.schedule.ops import Op
 
 @dataclass(frozen=True)
 class PassedRows:
-    """Maps the rows of the second hop to those of the first.
+    """Maps the rows of the second hop to the rows of the first.
 
     Attributes:
-        row: of each row that is passed on, the one that had arrived.
-        sum_of_holders: of each row, the place of the sum over the holders of its experts; None where these are whole.
+        row: for each forwarded row, the row that had arrived.
+        sum_over_expert_tp: of each row, the place of the sum over the expert-TP ranks; None without expert tensor
+            parallelism.
         row_of_sum: of each of these sums, the row that had arrived.
         num_rows: p.
         sum_dtype: type in which the parts of an expert are summed.
     """
 
     row: torch.Tensor
-    sum_of_holders: torch.Tensor | None
+    sum_over_expert_tp: torch.Tensor | None
     row_of_sum: torch.Tensor
     num_rows: int
     sum_dtype: torch.dtype
@@ -114,7 +115,7 @@ class TwoHopDispatcher:
             ),
             dim=2,
         )
-        # All holders of an expert learn of its rows.
+        # All expert-TP ranks of an expert get its counts.
         return counts_NLc.unsqueeze(2).expand(-1, -1, self.tp_size, -1).flatten()
 
     def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
@@ -167,20 +168,18 @@ class TwoHopDispatcher:
         sums_Lp = goes_Lp.flatten().cumsum(0) - 1
         num_sums = sum(routes.local_splits.sent) // copies
         row_of_sum = torch.nonzero_static(goes_Lp, size=num_sums).select(1, 1)
-        sum_of_holders = sums_Lp.index_select(0, made.group_d * num_rows + made.token_d)
-        rows = PassedRows(made.token_d, sum_of_holders, row_of_sum, num_rows, choice_p.dtype)
+        sum_over_expert_tp = sums_Lp.index_select(0, made.group_d * num_rows + made.token_d)
+        rows = PassedRows(made.token_d, sum_over_expert_tp, row_of_sum, num_rows, choice_p.dtype)
         return (made.tokens, made.choice), rows
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Makes a row for each token and expert of the rows of the first hop; see :class:`Dispatcher`."""
-        return of_each_expert(rows, sent, rows_per_expert)
+        return expand(rows, sent, rows_per_expert)
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: TwoHopRoutes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """What arrived with the second hop, as it is; :meth:`through_experts` orders it."""
+        """The rows of the second hop, unordered; :meth:`through_experts` orders them."""
         return received
 
     def through_experts(
@@ -194,11 +193,12 @@ class TwoHopDispatcher:
         """Makes the rows of each expert, runs the experts and sums the outputs of each row: [q, H].
 
         Args:
-            run: maps rows [m, H] and their probabilities [m], ordered by expert, there by holder, source rank and
-                token, to outputs [m, H].
+            run: maps rows [m, H] and their probabilities [m], ordered by expert, there by expert-TP rank, source rank
+                and token, to outputs [m, H].
             probs_q: probabilities and choice, [q, e + c].
         """
-        # By way of a rank come the rows of its place on each node. In stock's order holders, then nodes precede places.
+        # By way of a rank come the rows of its place on each node. In stock's order expert-TP ranks, then nodes precede
+        # places.
         order = RowOrder.by_dims(routes.rows_by_way, (1, 2, 0), len(tokens_qH))
         return through_experts(run, tokens_qH, probs_q, routes.rows_per_expert, last_expert_first, order.index_m)
 
@@ -209,14 +209,14 @@ class TwoHopDispatcher:
         sum_dtype: torch.dtype,
         last_expert_first: bool = False,
     ) -> torch.Tensor:
-        """The rows that go back, as they are; :meth:`sum_of_node` sums over the holders of the experts."""
+        """The rows that go back, as they are; :meth:`sum_of_node` sums over the expert-TP ranks."""
         return output_qH
 
     def sum_of_node(self, rows: torch.Tensor, passed: PassedRows) -> torch.Tensor:
-        """Sum what the ranks of this node have made of each row that arrived here: [p, H]."""
-        if passed.sum_of_holders is not None:
-            of_holders = summed(rows.to(passed.sum_dtype), passed.sum_of_holders, len(passed.row_of_sum))
-            rows = of_holders.to(rows.dtype)
+        """Sums this node's partial outputs per forwarded row: [p, H]."""
+        if passed.sum_over_expert_tp is not None:
+            by_expert_tp_rank = summed(rows.to(passed.sum_dtype), passed.sum_over_expert_tp, len(passed.row_of_sum))
+            rows = by_expert_tp_rank.to(rows.dtype)
         return summed(rows, passed.row_of_sum, passed.num_rows)
 
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:

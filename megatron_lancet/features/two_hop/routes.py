@@ -35,7 +35,7 @@ class TwoHopRoutes:
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
-        """Rows of the first hop, from the counts that a rank is told: above 0 only for ranks that it reaches."""
+        """Rows of the first hop, from the counts that a rank gets: above 0 only for ranks that it reaches."""
         return counts[1]
 
     @staticmethod

@@ -7,8 +7,8 @@ is left with all removed is *nothing left to run*: ranks whose ops lie in anothe
 Where the replay of the step as it was has more or less waits than the step, the difference is *unexplained*. All of
 them sum to the measured exposed time.
 
-A wait that ends late for two reasons, each of which is enough, is the part of the one that is removed later. What goes
-if only one cause goes is told apart (``alone_ms``); these do not sum to anything.
+A wait that ends late for two reasons, each of which is enough, counts for the reason that is removed later. What goes
+if only one cause goes is reported apart (``alone_ms``); these values have no meaningful sum.
 """
 
 import statistics
@@ -26,7 +26,7 @@ NOTHING_LEFT, UNEXPLAINED = "nothing_left_to_run", "unexplained"
 
 @dataclass(frozen=True)
 class CausePart:
-    """What one cause costs.
+    """The cost of one cause.
 
     Attributes:
         ms: its part of the exposed time of a step, mean over ranks; below 0 where its removal makes ranks wait longer.
@@ -94,7 +94,7 @@ def causes_of(ranks: Sequence[TracedRank], kind: LinkKind) -> StepCauses:
 
 
 def merged(groups: Sequence[StepCauses]) -> StepCauses:
-    """Means over expert-parallel groups; who is concerned is that of the group in which the cause costs most.
+    """Means over expert-parallel groups; the ranks named are of the group in which the cause costs most.
 
     Args:
         groups: causes of the same step, at least one.

@@ -2,7 +2,7 @@
 
 A cause's share in the first windows is its reference. It has changed when all of the last windows lie on the same side
 of it, farther away than the noise of the reference and than a share worth telling. Then these windows begin the next
-reference. So a change is told once, a few windows after it, and a window that lies apart alone is none.
+reference. So a change is reported once, a few windows after it, and a single outlying window is none.
 """
 
 import statistics
@@ -13,13 +13,13 @@ from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
 from megatron_lancet.lab.causes.replay import Cause
 
 NUM_REFERENCE = 8
-"""Windows before the first change can be told."""
+"""Windows before the first change can be reported."""
 MAX_REFERENCE = 24
-"""More would only be older: what comes later is compared with the first ones, so that a slow change is told, too."""
+"""More would only be older: later windows are compared with the first ones, so that a slow change is also reported."""
 NUM_CHANGED = 4
 """Windows that must agree."""
 MIN_SHARE = 0.03
-"""Of a step; a smaller change is not told."""
+"""Of a step; a smaller change is not reported."""
 _NOISES = 5.0
 _PER_MAD = 1.4826
 """Standard deviations of a normal distribution in a median of absolute deviations."""

@@ -20,7 +20,7 @@ KEY = "exposed_by_cause"
 
 @dataclass(frozen=True)
 class CausesFlags(CheckedFlags):
-    """Which steps are traced for causes."""
+    """The steps that are traced for causes."""
 
     diagnose_interval: int = flag(
         0,
@@ -47,7 +47,7 @@ class Causes(Feature):
         if interval and facts.plan is None:
             raise UsageError(
                 f"--lancet-diagnose-interval {interval} traces the overlapping block, but this run has stock Megatron "
-                "modules. Drop it, or what keeps them: --lancet-plan off, or no expert parallelism."
+                "modules. Drop it, or pass a plan and --expert-model-parallel-size of at least 2."
             )
 
     def start(self, run: Run) -> "ActiveCauses | None":

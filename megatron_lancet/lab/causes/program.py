@@ -1,4 +1,4 @@
-"""What the computing thread of each rank did in a traced step, as a list that can be played again at other paces.
+"""The work of each rank's computing thread in a traced step, as a list that can be replayed at other paces.
 
 An op is cut into parts by waits, weight gradients and messages that it launches. Its parts of all ranks belong
 together, so that an op takes as long as the ranks' median of the same op where drift is removed.
@@ -21,12 +21,12 @@ _GAP_MS = 0.02
 _LATE_LAUNCH_MS = 1.0
 """A dispatch that leaves later than this after its counts was launched by the thread, not by the arrival of counts."""
 _MIN_SPREAD = 0.1
-"""Standard deviation of rows over their mean below which it can't be told what an op takes without rows."""
+"""Standard deviation of rows over their mean below which an op's time without rows is unknown."""
 _BETWEEN = "between ops, before "
 
 
 class Code(IntEnum):
-    """What an item of a program is."""
+    """Kind of an item of a program."""
 
     WORK = 0
     LAUNCH = 1
@@ -42,7 +42,7 @@ class Item(NamedTuple):
         busy_ms: time that a part of an op takes while its thread, or the device, works on it.
         blocked_ms: time that it takes beyond that.
         needs: counts that must have arrived before the message leaves; None if it leaves at once.
-        name: of a weight gradient; those of all experts of a layer have one key.
+        name: of a weight gradient; all experts of a layer share one key.
     """
 
     code: Code
@@ -120,7 +120,7 @@ def _paces(ops: Sequence[OpTimes], num_ranks: int) -> list[float]:
 
 
 def _with_fixed_rows(ops: Mapping[Key, OpTimes], paces: Sequence[float]) -> dict[Key, OpTimes]:
-    """The same ops, where those of experts have the time that they take without rows, as rows.
+    """The same ops, where ops of experts have the time that they take without rows, as rows.
 
     It is found from all ops of a kind and phase: a line through their rows and times, at an even pace of the ranks.
 
@@ -254,9 +254,9 @@ class _Reader:
         for key, span in self._messages.items():
             op = Op.parse(span.name)
             if op.phase is Phase.FORWARD and op.kind in FIRST_DISPATCHES:
-                of_all_rows = replace(op, tile=None)  # all tiles are made by one op, and wait for the same counts
-                made_ms = ended_ms.get((str(of_all_rows.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
-                counts = str(of_all_rows.with_kind(OpKind.COUNTS)), key[1]
+                untiled = replace(op, tile=None)  # all tiles are made by one op, and wait for the same counts
+                made_ms = ended_ms.get((str(untiled.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
+                counts = str(untiled.with_kind(OpKind.COUNTS)), key[1]
                 if made_ms is not None and counts in self._messages:
                     late_ms = span.start_ms - max(made_ms, self._messages[counts].end_ms)
                     if abs(late_ms) < _LATE_LAUNCH_MS:
@@ -268,7 +268,8 @@ class _Reader:
 def _op_keys(spans: Sequence[Span]) -> Iterator[Key]:
     """Yields the key of the op of each span: parts of one op have one key, and the next micro-batch's another.
 
-    An op is over when another op of its pass has run. A weight gradient is in one part. Those of all experts of a layer
+    An op is over when another op of its pass has run. A weight gradient is in one part. The weight gradients of all
+    experts of a layer
     are one op of the step: which of a rank's experts has how many rows is not known.
     """
     occurrence: dict[str, int] = {}

@@ -36,7 +36,7 @@ from megatron_lancet.schedule.timeline import Lane
 
 
 class Cause(StrEnum):
-    """Why ranks wait. The order is that of tables."""
+    """Why ranks wait, in the order of tables."""
 
     WIRE = "wire"
     """Rows take time on the link, where nothing is left to compute meanwhile."""
@@ -52,11 +52,11 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """What ranks waited for in a replay, mean over the ranks.
+    """Waits in a replay, mean over the ranks.
 
     Attributes:
         exposed_ms: in all.
-        end_ms: end of the last op of the slowest rank, from the begin of the step on.
+        end_ms: end of the last op of the slowest rank, from the start of the step.
     """
 
     exposed_ms: float
@@ -80,7 +80,7 @@ class Step:
         """
         numbers = [rank.rank for rank in ranks]
         if len(set(numbers)) < 2:
-            raise CannotReplay(f"expected the traces of at least two ranks, found those of ranks {numbers}")
+            raise CannotReplay(f"expected the traces of at least two ranks, found the traces of ranks {numbers}")
         keys = [frozenset(rank.messages()) for rank in ranks]
         odd = sorted({key for own in keys for key in own ^ keys[0]})
         if odd:
@@ -245,7 +245,7 @@ class _Replay:
                 self._launch(event[0], event[1], time_ms)
         stuck = [rank.waits_for for rank in self._ranks if rank.waits_for is not None]
         if stuck:
-            raise CannotReplay(f"a rank waits for {stuck[0][0]}, which does not come")
+            raise CannotReplay(f"a rank waits for {stuck[0][0]}, which never arrives")
         exposed_ms = sum(rank.exposed_ms for rank in self._ranks) / len(self._ranks)
         return Waits(exposed_ms, max(rank.time_ms for rank in self._ranks))
 

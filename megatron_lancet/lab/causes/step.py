@@ -13,7 +13,7 @@ from megatron_lancet.runtime.trace import StepTrace
 
 
 def traced_rank(found: StepTrace, device: torch.device) -> TracedRank:
-    """What a rank sends to the one that finds causes; on the rank's own clock."""
+    """The data that a rank sends to the rank that finds causes; on the sender's clock."""
     return TracedRank(
         timeline=found.timeline,
         received_rows=found.received_rows,

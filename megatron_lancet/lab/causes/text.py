@@ -70,7 +70,7 @@ def who_and_what(cause: Cause, part: CausePart) -> str:
         case Cause.COUNTS:
             return f"exchanges of token counts take {part.size:.1f} ms of a step"
         case Cause.WIRE:
-            return f"a rank's messages travel at {part.size:.0f} Mbit/s"
+            return f"a rank sends at {part.size:.0f} Mbit/s"
 
 
 def _table(causes: StepCauses) -> Sequence[str]:

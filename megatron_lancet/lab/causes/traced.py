@@ -12,11 +12,11 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class TracedRank:
-    """What one rank recorded of a step.
+    """One rank's record of a step.
 
     Attributes:
         timeline: on the group's common clock.
-        start_ms: begin of the step on that clock.
+        start_ms: start of the step on that clock.
         received_rows: rows that the experts received in each micro-batch, by name of the forward's op.
         bytes_to: bytes of each message of a name to each rank that it connects; see ``runtime/trace.py``.
         blocked: parts of the step as (start_ms, end_ms, ms): for how much of each the thread that computes was blocked.

@@ -1,4 +1,4 @@
-"""``--lancet-diagnose-interval``: every so many steps one is traced, and why ranks waited in it is told.
+"""``--lancet-diagnose-interval``: traces one step in every N, and reports why ranks waited in it.
 
 The traces are gathered when the step has ended, outside of what is timed: in each expert-parallel group to its first
 rank, which finds the causes; these are small, and all ranks get them. All ranks trace the same steps.

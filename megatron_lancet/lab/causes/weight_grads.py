@@ -21,7 +21,7 @@ _PUT_BY = {
     OpKind.SHARED_EXPERTS.value: OpKind.SHARED_EXPERTS,
     "output_layer": OpKind.HEAD,
 }
-"""Ops in whose backward a dW is put, by a part of the weight's name; others are those of an MLP."""
+"""Ops in whose backward a dW is put, by a part of the weight's name; others belong to an MLP."""
 
 
 class WeightGrad(NamedTuple):

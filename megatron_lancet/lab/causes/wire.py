@@ -1,6 +1,6 @@
 """The link of a traced step: how long its messages take, by bytes, found from the step's own messages.
 
-The links are the simulator's (``planning/simulation/``). A part of a message takes a latency, which is that of the
+The links are the simulator's (``planning/simulation/``). A part of a message takes a latency, the latency of the
 quickest exchange of token counts, and its bytes at one rate. The rate is the one with which messages that are launched
 when they were launched arrive closest to when they arrived (the sum of absolute differences, so that a few messages of
 a rank that was interrupted do not matter).

@@ -28,7 +28,7 @@ _FEATURES = {
     "multi-token prediction": ("--mtp-num-layers",),
     "latent attention": ("--multi-latent-attention", "--qk-layernorm"),
 }
-"""What is removed, one at a time, beside the axes, where a launch has it: its flags."""
+"""Flags of the features that are removed one at a time, in addition to the axes."""
 
 
 class Verdict(StrEnum):
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a difference comes from.
+    """The causes of a difference.
 
     Attributes:
         axes: axes of the layout and features without which, each alone, there is none.
@@ -57,13 +57,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The findings of a check.
 
     Attributes:
         stock: stock Megatron with the layout, compared with one rank.
         ours: the overlap, compared with stock with the same layout; None where it did not run.
         why_not_ours: why it did not; empty if it did.
-        guilt: of stock's difference; None without one.
+        culprit: of stock's difference; None without one.
         stock_seeds: seeds whose samples show a difference of stock. One suffices for a difference.
         our_seeds: seeds whose samples show a difference of the overlap.
         num_runs: runs that the check took.
@@ -74,7 +74,7 @@ class Finding:
     stock: Comparison
     ours: Comparison | None
     why_not_ours: str
-    guilt: Culprit | None
+    culprit: Culprit | None
     stock_seeds: tuple[int, ...]
     our_seeds: tuple[int, ...]
     num_runs: int
@@ -151,17 +151,17 @@ class Checker:
         expected = self.run(words, Layout(), _STOCK, seed)
         return compare(self.run(words, layout, _STOCK, seed), expected)
 
-    def guilt(self, seed: int) -> Culprit:
+    def find_culprit(self, seed: int) -> Culprit:
         """Removes each axis and each feature alone, and sees whether the difference goes."""
-        guilt = Culprit()
+        culprit = Culprit()
         for name, words, layout in self._less():
             try:
                 still = layout.num_ranks > 1 and self.stock(words, layout, seed).differs
             except (RefusedRunError, FailedRunError):
-                guilt.refused.append(name)
+                culprit.refused.append(name)
             else:
-                (guilt.cleared if still else guilt.axes).append(name)
-        return guilt
+                (culprit.cleared if still else culprit.axes).append(name)
+        return culprit
 
     def _less(self) -> Iterator[tuple[str, list[str], Layout]]:
         words, layout = self._shrunk.words, self._shrunk.layout
@@ -178,7 +178,7 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
 
     Args:
         folder: for files of the runs.
-        with_ours: whether the overlap is compared, too.
+        with_ours: whether the overlap is also compared.
         settings: of :class:`Checker`.
 
     Raises:
@@ -186,9 +186,9 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
     """
     checker = Checker(shrunk, folder, **settings)  # type: ignore[arg-type]
     stock, stock_seeds = _with_seeds(lambda seed: checker.stock(shrunk.words, shrunk.layout, seed))
-    guilt = checker.guilt(stock_seeds[0]) if stock_seeds else None
+    culprit = checker.find_culprit(stock_seeds[0]) if stock_seeds else None
     ours, our_seeds, why = _ours(checker, shrunk) if with_ours else (None, (), "--stock-only")
-    return Finding(shrunk, stock, ours, why, guilt, stock_seeds, our_seeds, checker.num_runs, with_ours)
+    return Finding(shrunk, stock, ours, why, culprit, stock_seeds, our_seeds, checker.num_runs, with_ours)
 
 
 def _with_seeds(compared: Callable[[int], Comparison]) -> tuple[Comparison, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""How far a run's loss, gradients and gradient norm are from those of another run."""
+"""Compares a run's loss, gradients and gradient norm with another run's."""
 
 import json
 import math
@@ -12,12 +12,12 @@ TOLERANCE = 1e-4
 """Largest error that is taken for rounding: 20 times the largest of 25 random launches (docs/check.md), in fp32."""
 LOSS_TOLERANCE = 1e-5
 _SMALL = 1e-3
-"""Part of the norm of all gradients below which that norm is the measure: a gradient that is zero has an error, too."""
+"""Part of the norm of all gradients below which that norm is the measure: so a gradient of zero has an error."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training step of a run found.
+    """Results of one training step of a run.
 
     Attributes:
         gradients: whole gradients by their names in a checkpoint, with the number of the layer where a tensor has all.
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def wrong(self) -> list[str]:
-        """What differs by more than rounding: ``loss``, ``grad norm``, and names of parameters."""
+        """Values that differ by more than rounding: ``loss``, ``grad norm``, and names of parameters."""
         found = ["loss"] if not self.loss <= LOSS_TOLERANCE else []
         found += ["grad norm"] if not self.grad_norm <= TOLERANCE else []
         found += [name for name, error in self.parameters.items() if not error <= TOLERANCE]

@@ -1,4 +1,4 @@
-"""What a launch script would start: it is run with stand-ins for launchers, which write their command line down.
+"""Finds the training of a launch script: runs it with stand-ins for launchers, which record their command line.
 
 The script runs in its own namespaces (:mod:`sandbox`), with read-only files and no network. Commands without a stand-in
 therefore have no effect either. If this is impossible, the user is asked.
@@ -7,13 +7,15 @@ therefore have no effect either. If this is impossible, the user is asked.
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.isolated.script import NotIsolatedError, Started, run_script
 from megatron_lancet.lab.check.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
+from megatron_lancet.patching import replaced
 
 TRUST_FLAG = "--trust-script"
 _OWN_VARIABLES = (
@@ -85,19 +87,41 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
     return _launch(_training(started), script)
 
 
+@contextmanager
+def as_dry_run(launch: Launch, *flags: str) -> Iterator[None]:
+    """Inside the context the command line and the environment are those of the launch, run dry on one process.
+
+    Args:
+        flags: stand in front of its own.
+    """
+    words = ["pretrain_gpt_moe.py", "--lancet-dry-run", *flags, *launch.words]
+    environment = dict(os.environ)
+    os.environ.update(launch.environment)
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    try:
+        with replaced(sys, "argv", words):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
 def _ask(script: Path, reason: str) -> None:
     """Asks the user whether a script may run without isolation.
 
     Raises:
         UsageError: the user declines, or there is no terminal.
     """
-    told = f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    needed = (
+        f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
+    )
     if sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{told}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{needed}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
         raise UsageError(f"{script} was not run. Pass Megatron's flags instead.")
-    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
+    raise UsageError(f"{needed}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
 
 
 def _training(started: Sequence[Started]) -> Started:

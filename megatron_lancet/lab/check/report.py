@@ -1,4 +1,4 @@
-"""What a check found, as a table for a terminal and as JSON."""
+"""The findings of a check, as a table for a terminal and as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,12 @@ def report(finding: Finding, seconds: float) -> str:
     lines = [f"Megatron-Lancet check: {shrunk.layout.num_ranks} CPU ranks, {shrunk.layout}"]
     lines += [f"  changed: {change}" for change in shrunk.changes]
     lines += ["", "stock with this layout, compared with stock on one rank", *_table(finding.stock)]
-    if finding.guilt is not None:
-        lines += [f"  {line}" for line in _guilt(finding)]
-    lines += _of_seeds(finding.stock_seeds)
+    if finding.culprit is not None:
+        lines += [f"  {line}" for line in _culprit(finding)]
+    lines += _seed_lines(finding.stock_seeds)
     lines += ["", "the overlap, compared with stock with this layout"]
     lines += _table(finding.ours) if finding.ours is not None else [f"  not compared: {finding.why_not_ours}"]
-    lines += _of_seeds(finding.our_seeds)
+    lines += _seed_lines(finding.our_seeds)
     return "\n".join([*lines, "", f"{_verdict(finding)}: {finding.num_runs} runs in {seconds:.0f} s"])
 
 
@@ -32,7 +32,7 @@ def _verdict(finding: Finding) -> str:
     return f"{finding.verdict}{left_out}"
 
 
-def _of_seeds(seeds: tuple[int, ...]) -> Iterator[str]:
+def _seed_lines(seeds: tuple[int, ...]) -> Iterator[str]:
     """Yields the lines about the seeds that show a difference."""
     others = [str(seed) for seed in SEEDS if seed not in seeds]
     if seeds and others:
@@ -60,16 +60,16 @@ def _table(comparison: Comparison) -> Iterator[str]:
     yield f"  {num_equal} of {len(comparison.parameters)} gradients equal, relative error at most {TOLERANCE:g}"
 
 
-def _guilt(finding: Finding) -> Iterator[str]:
-    assert finding.guilt is not None
-    if finding.guilt.axes:
-        yield f"guilty: without any one of {', '.join(finding.guilt.axes)} there is no difference"
+def _culprit(finding: Finding) -> Iterator[str]:
+    assert finding.culprit is not None
+    if finding.culprit.axes:
+        yield "cause: the difference disappears " + ", or ".join(f"without {axis}" for axis in finding.culprit.axes)
     else:
-        yield "guilty: no axis alone; the difference stays whichever one is removed"
-    if finding.guilt.cleared:
-        yield f"the difference stays without {', '.join(finding.guilt.cleared)}"
-    if finding.guilt.refused:
-        yield f"Megatron does not run without {', '.join(finding.guilt.refused)}"
+        yield "cause: no axis alone; the difference stays whichever axis is removed"
+    if finding.culprit.cleared:
+        yield f"the difference stays without {', '.join(finding.culprit.cleared)}"
+    if finding.culprit.refused:
+        yield f"Megatron does not run without {', '.join(finding.culprit.refused)}"
 
 
 def record(finding: Finding, seconds: float) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def record(finding: Finding, seconds: float) -> dict[str, Any]:
             "ranks_disagree": comparison.disagreement,
         }
 
-    guilt = finding.guilt
+    culprit = finding.culprit
     return {
         "verdict": finding.verdict,
         "differs": finding.differs,
@@ -100,9 +100,9 @@ def record(finding: Finding, seconds: float) -> dict[str, Any]:
         "stock": numbers(finding.stock),
         "ours": numbers(finding.ours),
         "why_not_ours": finding.why_not_ours,
-        "guilty": None if guilt is None else guilt.axes,
-        "cleared": None if guilt is None else guilt.cleared,
-        "not_run_without": None if guilt is None else guilt.refused,
+        "causes": None if culprit is None else culprit.axes,
+        "cleared": None if culprit is None else culprit.cleared,
+        "not_run_without": None if culprit is None else culprit.refused,
         "stock_seeds": finding.stock_seeds,
         "our_seeds": finding.our_seeds,
         "num_runs": finding.num_runs,

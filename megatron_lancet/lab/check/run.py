@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -11,12 +10,11 @@ from pathlib import Path
 from megatron_lancet.atomic import atomic_write
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.check import Verdict, check
-from megatron_lancet.lab.check.launch import Launch, read_launch
+from megatron_lancet.lab.check.launch import Launch, as_dry_run, read_launch
 from megatron_lancet.lab.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.lab.check.report import record, report
 from megatron_lancet.lab.check.shrink import shrink
 from megatron_lancet.lab.check.words import read_command_line
-from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.detect import has_transformer_engine
 from megatron_lancet.training.process.console import say
 
@@ -74,9 +72,6 @@ def _dry_run(launch: Launch) -> None:
     """Runs the launch dry, in the environment that its script makes and for the ranks that it would start."""
     from megatron_lancet.lab.dry_run.run import run_dry
 
-    os.environ.update(launch.environment)
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
     size = [] if launch.num_ranks is None else ["--lancet-world-size", str(launch.num_ranks)]
-    with replaced(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-dry-run", *size, *launch.words]):
+    with as_dry_run(launch, *size):
         run_dry()

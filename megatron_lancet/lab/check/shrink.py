@@ -48,7 +48,7 @@ _ON_GPUS = {
     "--pipeline-model-parallel-layout",
     "chance": "--moe-input-jitter-eps --moe-router-force",
 }
-"""What is left out, with the beginnings of its flags."""
+"""Parts that are left out, with the prefixes of their flags."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Shrunk:
         words: flags of the model and of training, without the layout.
         ours: flags of the overlap.
         layout: the launch's axes, each of at most two ranks.
-        changes: what is different from the launch beside its sizes, for the user.
+        changes: what is different from the launch apart from its sizes, for the user.
         stock_mask: whether stock gets a mask that keeps documents of a sample apart.
     """
 
@@ -78,7 +78,7 @@ def shrink(
     Args:
         num_ranks: of the launch; None if it is not known.
         max_ranks: of the check.
-        padding: whether samples will have padding, which Megatron has no way to tell later pipeline stages.
+        padding: whether samples will have padding, which Megatron does not send to later pipeline stages.
         with_kernels: whether kernels that also run on a CPU stay what they are.
 
     Raises:
@@ -104,7 +104,7 @@ def shrink(
         words += flags
         changes += [change] if change else []
     unchecked = line.config.unchecked_flags()
-    ours = [*line.of_the_overlap(unchecked), *launch.ours]
+    ours = [*line.overlap_words(unchecked), *launch.ours]
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
     words += [*_sizes(line.args, layout), *_RUN, *launch.flags, *([] if launch.stock_mask else _NO_MASK)]
@@ -161,7 +161,7 @@ def _layout(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: b
     axes = {name: min(size, _AXIS) for name, size in sizes.items()}
     changes: list[str] = []
     if padding and axes["pipeline"] > 1:
-        changes.append("no pipeline stages: Megatron tells the mask of padding to the first stage only")
+        changes.append("no pipeline stages: Megatron gives the mask of padding to the first stage only")
         axes["pipeline"] = 1
     if padding and axes["context"] > 1 and not args.calculate_per_token_loss:
         changes.append(

@@ -61,7 +61,7 @@ def spread_weights(model: Sequence[torch.nn.Module]) -> None:
 
 
 def save_full(model: Sequence[torch.nn.Module], file: Path) -> None:
-    """Writes the whole model of the one rank of a reference."""
+    """Writes the full model of the one rank of a reference."""
     full: dict[str, torch.Tensor] = {}
     for shard in shards(model):
         tensor = full.setdefault(shard.key, torch.zeros(shard.shape, dtype=shard.values.dtype))

@@ -30,12 +30,12 @@ class CommandLine:
     sections: dict[str, str]
 
     def kept(self, sections: Iterable[str], flags: Iterable[str]) -> list[str]:
-        """The words without the flags of these sections, and without these flags and those of the overlap."""
+        """The words without the flags of these sections, without these flags, and without flags of the overlap."""
         dropped_sections, dropped = {*sections, _OVERLAP_SECTION}, set(flags)
         kept = [flag for flag in self.flags if self.sections[flag[0]] not in dropped_sections]
         return [word for flag in kept if flag[0] not in dropped for word in flag]
 
-    def of_the_overlap(self, dropped: Iterable[str]) -> list[str]:
+    def overlap_words(self, dropped: Iterable[str]) -> list[str]:
         """The words of the flags of the overlap, without these."""
         unwanted = set(dropped)
         own = [flag for flag in self.flags if self.sections[flag[0]] == _OVERLAP_SECTION and flag[0] not in unwanted]

@@ -33,14 +33,14 @@ _OUR_BLOCK = "megatron_lancet.model.transformer_block"
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks of a run do.
+    """The work of the ranks of a run.
 
     Attributes:
         words: the command line.
         weights: file of the initial weights; a run on one rank writes it if it is not there.
         folder: for the result of each rank.
         seed: of the samples.
-        padding: whether samples have padding, which Megatron's routers are told.
+        padding: whether samples have padding, which Megatron's routers mask.
         documents: whether samples are made of documents, which do not attend to each other.
         prepare: context for the run, for tests that change Megatron; None outside of tests.
     """

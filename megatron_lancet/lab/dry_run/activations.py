@@ -16,6 +16,7 @@ def activation_bytes(
     num_micro_batches: int,
     saves_scores: bool,
     is_paired: bool = False,
+    by_plan: bool = False,
 ) -> list[float]:
     """Peak of activations on a rank of each pipeline stage, in bytes.
 
@@ -23,18 +24,19 @@ def activation_bytes(
         args: Megatron's arguments, validated.
         num_micro_batches: micro-batches of a step on a data-parallel rank.
         saves_scores: whether core attention keeps its matrices of scores, as unfused attention does.
-        is_paired: whether backwards run beside forwards by a plan; Megatron's own pairing counts in any case.
+        is_paired: whether backwards are paired with forwards by a plan; Megatron's own pairing counts in any case.
+        by_plan: whether the layers run by a plan, which recomputes what lies between two collectives.
     """
     pairs = is_paired or args.overlap_moe_expert_parallel_comm
     peaks = []
     for rank, stage in enumerate(stages):
         in_flight = _in_flight(args, len(stages), rank, len(stage.chunks), num_micro_batches, pairs)
-        kept_by_layer = [_kept_by_layer(args, chunk, saves_scores) for chunk in stage.chunks]
+        kept_by_layer = [_kept_by_layer(args, chunk, saves_scores, by_plan) for chunk in stage.chunks]
         kept = sum(sum(layers) * in_flight[i] for i, layers in enumerate(kept_by_layer))
         if pairs and len(stages) == 1:
             # The forward fills its first layers while the backward frees the last ones, and is about a layer ahead.
             kept += max((max(layers, default=0.0) for layers in kept_by_layer), default=0.0)
-        peaks.append(kept + _working_bytes(args, stage, saves_scores))
+        peaks.append(kept + _working_bytes(args, stage, saves_scores, by_plan))
     return peaks
 
 
@@ -46,7 +48,7 @@ def _in_flight(
     In Megatron's 1F1B schedule a rank runs forwards until the gradient of its first one arrives, and then alternates.
 
     Args:
-        pairs: whether forwards run beside backwards, which are of other virtual stages, so one more is needed.
+        pairs: whether forwards are paired with backwards, which are of other virtual stages, so one more is needed.
     """
     if num_chunks == 1:
         return Counter({0: min(num_micro_batches, num_stages - rank)})
@@ -63,25 +65,33 @@ def _in_flight(
     return Counter(chunk for _, chunk in zip(range(ahead), order, strict=False))
 
 
-def _kept_by_layer(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> list[float]:
+def _kept_by_layer(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool, by_plan: bool) -> list[float]:
     """Bytes that each layer of a virtual stage keeps of one micro-batch between its forward and its backward."""
     layers = [*chunk.layers, *(mtp_layer_kinds(args) * chunk.num_mtp if chunk.num_mtp else [])]
     if args.recompute_granularity == "full":
         num_recomputed, per_input = len(layers), 1
-        if args.recompute_method == "uniform":
+        if args.recompute_method == "uniform" and not by_plan:
             per_input = args.recompute_num_layers or 1
         elif args.recompute_method == "block":
             num_recomputed = min(len(layers), args.recompute_num_layers or 0)
         input_shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
         input_bytes = residual_bytes(args) / input_shards
         inputs = [0.0 if index % per_input else input_bytes for index in range(num_recomputed)]
+        if by_plan:
+            inputs = [_kept_of_recomputed(args, kind) for kind in layers[:num_recomputed]]
         return [*inputs, *(_layer_bytes(args, kind, saves_scores) for kind in layers[num_recomputed:])]
     dropped = _dropped_modules(args)
-    return [_layer_bytes(args, kind, saves_scores, dropped) for kind in layers]
+    return [_layer_bytes(args, kind, saves_scores, dropped, by_plan) for kind in layers]
 
 
-def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
-    """Bytes that exist for one micro-batch at a time: those of the output layer, and those of recomputed layers."""
+def _kept_of_recomputed(args: argparse.Namespace, kind: LayerKind) -> float:
+    """Bytes that a plan keeps of a layer that is recomputed as a whole: its input, the router's, and what is sent."""
+    kept = sum(saved.num_bytes for saved in layer_tensors(args, kind, False) if saved.is_kept_by_plans)
+    return kept + residual_bytes(args) * (1 + (kind.has_attention and kind.has_experts))
+
+
+def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool, by_plan: bool) -> float:
+    """Bytes that exist for one micro-batch at a time: of the output layer, and of recomputed layers."""
     working = 0.0
     for chunk in stage.chunks:
         if chunk.has_output or chunk.num_mtp:
@@ -93,12 +103,15 @@ def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores:
     if not kinds or args.recompute_granularity is None:
         return working
     whole = max(_layer_bytes(args, kind, saves_scores) for kind in kinds)
+    if args.recompute_granularity == "full" and by_plan:
+        return working + max(_layer_bytes(args, kind, saves_scores) - _kept_of_recomputed(args, kind) for kind in kinds)
     if args.recompute_granularity == "full":
         unit = args.recompute_num_layers if args.recompute_method == "uniform" else 1
         return working + whole * min(unit or 1, len(stage.layers))
     dropped = _dropped_modules(args)
     return working + max(
-        _layer_bytes(args, kind, saves_scores) - _layer_bytes(args, kind, saves_scores, dropped) for kind in kinds
+        _layer_bytes(args, kind, saves_scores) - _layer_bytes(args, kind, saves_scores, dropped, by_plan)
+        for kind in kinds
     )
 
 
@@ -107,11 +120,15 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _layer_bytes(
-    args: argparse.Namespace, kind: LayerKind, saves_scores: bool, dropped: frozenset[str] = frozenset()
+    args: argparse.Namespace,
+    kind: LayerKind,
+    saves_scores: bool,
+    dropped: frozenset[str] = frozenset(),
+    by_plan: bool = False,
 ) -> float:
-    """Bytes that a layer saves for one micro-batch, without those of recomputed modules."""
+    """Bytes that a layer saves for one micro-batch, without recomputed modules."""
     return sum(
         saved.num_bytes
         for saved in layer_tensors(args, kind, saves_scores)
-        if saved.module not in dropped and saved.also not in dropped
+        if (by_plan and saved.is_kept_by_plans) or (saved.module not in dropped and saved.also not in dropped)
     )

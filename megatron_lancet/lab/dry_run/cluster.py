@@ -1,7 +1,7 @@
 """The cluster that a dry run validates for: its GPU, its packages and its environment.
 
 Megatron checks flags against the GPU and the packages that it finds. If this machine has none, a dry run assumes
-those of a typical cluster; :func:`assumptions` lists them for the user.
+typical values of a cluster; :func:`assumptions` lists them for the user.
 """
 
 import argparse

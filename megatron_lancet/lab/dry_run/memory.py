@@ -34,6 +34,25 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
+@dataclass(frozen=True)
+class MemoryByWay:
+    """Memory of a rank of each pipeline stage, by what runs the layers.
+
+    Attributes:
+        stock: Megatron's own modules.
+        plan: a plan without pairs.
+        paired: a plan with backwards beside forwards.
+    """
+
+    stock: list[Memory]
+    plan: list[Memory]
+    paired: list[Memory]
+
+    def of(self, is_stock: bool, is_paired: bool) -> list[Memory]:
+        """The memory of a run."""
+        return self.stock if is_stock else self.paired if is_paired else self.plan
+
+
 def memory_of_stages(
     args: argparse.Namespace,
     layout: Layout,
@@ -41,20 +60,22 @@ def memory_of_stages(
     size: ModelSize,
     saves_scores: bool,
     is_paired: bool = False,
+    by_plan: bool = False,
 ) -> list[Memory]:
     """Memory of a rank of each pipeline stage.
 
     Args:
         args: Megatron's arguments, validated.
         saves_scores: whether core attention keeps its matrices of scores.
-        is_paired: whether backwards run beside forwards.
+        is_paired: whether backwards are paired with forwards.
+        by_plan: whether the layers run by a plan.
     """
     value = args.params_dtype.itemsize
     gradient = _FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value
     state = optimizer_bytes_per_parameter(args)
     on_host = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
     memory = []
-    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores, is_paired)
+    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores, is_paired, by_plan)
     for held, kept in zip(size.held, activations, strict=True):
         optimizer = state * (held.dense / layout.dense_shards + held.expert / layout.expert_shards)
         on_gpu, offloaded = optimizer * (1 - on_host), optimizer * on_host

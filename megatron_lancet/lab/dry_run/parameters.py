@@ -20,7 +20,7 @@ class Weight:
     """One weight of a layer, or the same weight of all its experts.
 
     Attributes:
-        numel: number of elements in the whole model.
+        numel: number of elements in the full model.
         num_shards: number of parts that it is split into, one on a rank.
         is_expert: whether its gradient is reduced among the ranks that hold the same experts.
         active_share: share of the elements that one token uses.

@@ -22,11 +22,13 @@ class DescribedPlan:
 
     Attributes:
         lines: the plan, its source, and what automatic tuning would do, for the user.
+        is_stock: whether Megatron's own modules run.
         plan: the fixed plan; None for stock modules, or where it is not known.
         limits: what tuning may choose; None where the plan is fixed.
     """
 
     lines: list[str]
+    is_stock: bool = False
     plan: Plan | None = None
     limits: Limits | None = None
 
@@ -47,7 +49,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     check_features(facts)
     check_can_profile(args, config, plan)
     if plan is None:
-        return DescribedPlan([line])
+        return DescribedPlan([line], is_stock=True)
     lines, limits = [line], None
     if is_tuned(args, config):
         num_steps = num_tuning_steps(args, config)
@@ -64,7 +66,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
             "--lancet-dw-policy none avoids it"
         )
-    return DescribedPlan(lines, plan, limits)
+    return DescribedPlan(lines, plan=plan, limits=limits)
 
 
 def _tuning_lines(limits: Limits, config: LancetConfig) -> Iterator[str]:

@@ -4,8 +4,9 @@ import argparse
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.layout import Layout
-from megatron_lancet.lab.dry_run.memory import Memory
+from megatron_lancet.lab.dry_run.memory import Memory, MemoryByWay
 from megatron_lancet.lab.dry_run.parameters import ModelSize
 from megatron_lancet.lab.dry_run.plan import DescribedPlan
 from megatron_lancet.lab.dry_run.stages import PipelineStage
@@ -13,8 +14,8 @@ from megatron_lancet.lab.dry_run.stages import PipelineStage
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _HOW = (
     "weights, gradients, optimizer: counted weight by weight, shared out as the distributed optimizer does",
-    "activations: what autograd keeps of the micro-batches in flight, for balanced routing, and what is recomputed at "
-    "once; no workspaces, no buffers of communication, no fragmentation: leave room",
+    "activations: tensors that autograd keeps of the micro-batches in flight, for balanced routing, and tensors "
+    "recomputed at a time; no workspaces, no buffers of communication, no fragmentation: leave a margin",
 )
 
 
@@ -25,6 +26,8 @@ class Findings:
     Attributes:
         target: number of ranks, its source, and the machines that the run was validated for.
         memory: memory of a rank of each pipeline stage.
+        memory_by_way: the same for each way to run the layers.
+        config: settings of the overlap.
         plan: lines that describe the plan.
         changes: a line for each setting of the script that the run changes.
         warnings: a line for each problem that the run itself may not have.
@@ -36,6 +39,8 @@ class Findings:
     stages: list[PipelineStage]
     size: ModelSize
     memory: list[Memory]
+    memory_by_way: MemoryByWay
+    config: LancetConfig
     plan: list[str]
     changes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -45,8 +50,8 @@ def report(findings: Findings) -> str:
     """Writes the report."""
     unit = "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
     sections = [
-        ("model", _model(findings)),
-        ("layout", _layout(findings)),
+        ("model", model_lines(findings)),
+        ("layout", layout_lines(findings)),
         (f"memory of a GPU, {unit}", _memory(findings, _UNITS[unit])),
         ("plan", findings.plan),
         ("changed settings", findings.changes),
@@ -71,10 +76,10 @@ def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory
 
     Args:
         memory: as estimated for the plan, by pipeline stage.
-        paired: the same with backwards beside forwards.
+        paired: the same with backwards paired with forwards.
     """
     if always_pairs(plan):
-        return ["the activations above include those of the forward beside a backward"]
+        return ["the activations above include a forward that runs during a backward"]
     if plan.limits is None or True not in plan.limits.pairing:
         return []
     more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))
@@ -88,7 +93,8 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
 
 
-def _model(findings: Findings) -> list[str]:
+def model_lines(findings: Findings) -> list[str]:
+    """Parameters and shape of the model."""
     args, size = findings.args, findings.size
     experts = f", {args.num_experts} experts, top-{args.moe_router_topk}" if args.num_experts else ""
     largest, smallest = (choose(held.all for held in size.held) for choose in (max, min))
@@ -100,7 +106,8 @@ def _model(findings: Findings) -> list[str]:
     ]
 
 
-def _layout(findings: Findings) -> list[str]:
+def layout_lines(findings: Findings) -> list[str]:
+    """Parallel sizes and batch of the run."""
     one, args = findings.layout, findings.args
     runs = [(count, len(list(same))) for count, same in groupby(len(stage.layers) for stage in findings.stages)]
     by_rank = ", ".join(f"{count}" if times == 1 else f"{times} x {count}" for count, times in runs)

@@ -19,7 +19,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import assumptions, on_the_cluster
 from megatron_lancet.lab.dry_run.environment import missing_variables
 from megatron_lancet.lab.dry_run.layout import check_shares, choose_world, layout_of
-from megatron_lancet.lab.dry_run.memory import memory_of_stages
+from megatron_lancet.lab.dry_run.memory import MemoryByWay, memory_of_stages
 from megatron_lancet.lab.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.lab.dry_run.parameters import model_size
 from megatron_lancet.lab.dry_run.plan import describe_plan, saves_scores
@@ -72,8 +72,10 @@ def examine() -> Findings:
     samples, positions = micro_batch_shape(args, config)
     in_samples = argparse.Namespace(**{**vars(args), "micro_batch_size": samples, "seq_length": positions})
     memory_of_run = functools.partial(memory_of_stages, in_samples, layout, stages, size, saves_scores(args, config))
-    memory = memory_of_run(is_paired=always_pairs(plan))
-    lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]
+    stock, alone = memory_of_run(), memory_of_run(by_plan=True)
+    by_way = MemoryByWay(stock, alone, memory_of_run(is_paired=True, by_plan=True))
+    memory = by_way.of(plan.is_stock, always_pairs(plan))
+    lines = [*plan.lines, *pairing_lines(plan, memory, by_way.paired)]
     return Findings(
         args,
         f"{num_ranks} ranks ({source}) on {machines}",
@@ -81,6 +83,8 @@ def examine() -> Findings:
         stages,
         size,
         memory,
+        by_way,
+        config,
         lines,
         changes,
         [*missing, *unknown_sizes(args), *(f"Megatron: {remark}" for remark in remarks)],

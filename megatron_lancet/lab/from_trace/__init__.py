@@ -8,7 +8,7 @@ kernels     the same on a GPU: a kernel belongs to what launched it
 step        the spans of a step, as the profiler's own trace has them
 facts       sizes of the model and the layout
 links       the cost of messages from their sizes and durations
-packing     what our ops do beside stock's
+packing     what our ops do next to stock's
 chunks      estimates for chunks, which a stock run does not have
 profile     all of it together
 """

@@ -37,7 +37,7 @@ class Backward:
     """A backward pass.
 
     Attributes:
-        marks: ends of ops, weight gradients and waits, behind those of the forward pass.
+        marks: ends of ops, weight gradients and waits, behind the marks of the forward pass.
         messages: all-to-alls by name, in order: launch, and end of the wait in us.
         weight_grads: sizes, by name.
     """
@@ -139,7 +139,7 @@ class _Reader:
         if not any(one.name.startswith(_COLLECTIVE) for one in node.walk()):
             self._mark(node.end_us, name)
             return
-        # The tensor-parallel ranks' sum of dX is under way beside dW; what is waited for it then is not dW's.
+        # The tensor-parallel ranks' sum of dX is under way next to dW; what is waited for it then is not dW's.
         self._mark(products[-1].end_us, name)
         self._mark(node.end_us, self._last)
         self._accumulated = name

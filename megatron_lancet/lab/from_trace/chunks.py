@@ -2,8 +2,8 @@
 
 An op of a chunk takes the part of its time that each launch costs, and of the rest its share of the tokens. Of the
 attention's core a chunk of positions takes its share of the pairs of a query and an earlier key: a core of separate
-products computes all pairs of a whole micro-batch, of which chunks leave the later keys out; a fused one computes only
-the pairs that count.
+products computes all pairs of an unchunked micro-batch, of which chunks leave the later keys out; a fused one computes
+only the pairs that count.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def cuts_of(model: ModelFacts) -> list[tuple[ChunkDim, int]]:
 def with_chunks(
     ops: Sequence[OpTime], shares: Mapping[OpKey, OpShares], model: ModelFacts, is_fused: bool
 ) -> tuple[OpTime, ...]:
-    """The times of whole micro-batches, and of the chunks of all cuts.
+    """The times of unchunked micro-batches, and of the chunks of all cuts.
 
     Args:
         is_fused: whether the attention's core is one op.
@@ -78,7 +78,7 @@ def _chunks(
 
 
 def weight_grads_with_chunks(times: Sequence[WeightGradTime], model: ModelFacts) -> tuple[WeightGradTime, ...]:
-    """The times of whole micro-batches, and a chunk's share of them, in each layer's order."""
+    """The times of unchunked micro-batches, and a chunk's share of them, in each layer's order."""
     counts = sorted({count for _, count in cuts_of(model)})
     found = list(times)
     for count in counts:

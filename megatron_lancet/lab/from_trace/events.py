@@ -42,7 +42,7 @@ class Event:
 
     @property
     def sequence(self) -> int | None:
-        """Autograd's sequence number: that of a forward op's node, and of the node's run in the backward pass."""
+        """Autograd's sequence number, of a forward op's node and of the node's run in the backward pass."""
         found = self.args.get("Sequence number")
         return found if isinstance(found, int) else None
 
@@ -73,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank recorded.
+    """One rank's record.
 
     Attributes:
         path: of the trace, for messages.
@@ -82,7 +82,7 @@ class RankEvents:
         num_sms: multiprocessors of that; 0 if unknown.
         steps: begin and end of each recorded step in us.
         main: outermost host ops of the thread that runs the steps.
-        others: those of other threads, of which one runs the backward on a GPU.
+        others: events of other threads, one of which runs the backward on a GPU.
         kernels: on the GPU, by start.
         launches: host thread and time at which a kernel was launched, by correlation.
     """

@@ -21,12 +21,13 @@ _EXPERT_TP = "EXPERT_TENSOR_PARALLEL"
 def check_layout(rank: RankEvents) -> None:
     """
     Raises:
-        TraceLacks: experts were split over ranks, so that other messages than those of rows are in their ops.
+        TraceLacks: experts were split over ranks, so messages other than rows are in their ops.
     """
     if (size := rank.group_size(_EXPERT_TP)) > 1:
         raise TraceLacks(
             rank.path,
-            f"{size} ranks in a group {_EXPERT_TP}, whose gathers of rows are not told from the experts' compute",
+            f"{size} ranks in a group {_EXPERT_TP}, whose gathers of rows cannot be separated from the experts' "
+            "compute",
             "Record with --expert-tensor-parallel-size 1, or install the package and profile with "
             "tools/profile_model.py",
         )

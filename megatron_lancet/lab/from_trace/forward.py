@@ -50,7 +50,7 @@ class MoeCalls(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A linear layer's weight: name inside its layer (0 beside the layers), and the op that multiplies with it."""
+    """A linear layer's weight: name inside its layer (0 outside the layers), and the op that multiplies with it."""
 
     layer: int
     name: str
@@ -233,7 +233,7 @@ class _Reader:
         return self._norms[index]
 
     def _end_of_layer(self, time_us: float) -> float:
-        """Begin of the first norm behind a point in time, or the end of a stage that has none behind its layers."""
+        """Start of the first norm behind a point in time, or the end of a stage that has none behind its layers."""
         if self._batch.is_staged and self._norms[-1].start_us < time_us:
             return self._end_us
         return self._norm_behind(time_us).start_us
@@ -295,14 +295,14 @@ class _Reader:
         self._message(calls.combine, _op(number, OpKind.EXPERTS), _op(number, OpKind.COMBINE))
 
     def _check_no_other_linears(self, calls: MoeCalls) -> None:
-        """Shared experts that run beside messages have linear layers where there are no others."""
+        """Shared experts that run during messages have linear layers where there are no others."""
         begin_us, end_us = calls.combine.launch.start_us, self._end_of_layer(calls.combine.outer.end_us)
         for op in self._ops:
             is_before = calls.router.end_us <= op.start_us < calls.dispatches[0].launch.start_us
             if LINEAR.fullmatch(op.name) and (is_before or begin_us <= op.start_us < end_us):
                 raise TraceLacks(
                     self._path,
-                    f"a linear layer beside an all-to-all of rows ({op.name})",
+                    f"a linear layer during an all-to-all of rows ({op.name})",
                     "Record without --moe-shared-expert-overlap and --moe-latent-size",
                 )
 

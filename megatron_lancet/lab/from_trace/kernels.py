@@ -1,6 +1,6 @@
 """Marks on a GPU's compute stream: a kernel belongs to what the host's op that launched it belongs to.
 
-No trace of a GPU was ever recorded for this project: the fields are those that Kineto documents, and the tests' traces
+No trace of a GPU was ever recorded for this project: the fields are as Kineto documents them, and the tests' traces
 are generated from these.
 """
 
@@ -31,11 +31,11 @@ def device_marks(
     """Marks of the kernels that were launched in a pass.
 
     Args:
-        begin_us: begin of the pass on the host.
+        begin_us: start of the pass on the host.
         host: marks of the pass on the host.
 
     Returns:
-        Begin of the first kernel in us, marks of all, and the kernels of messages in order with the messages' names.
+        Start of the first kernel in us, marks of all, and the kernels of messages in order with the messages' names.
 
     Raises:
         TraceLacks: the weight gradients of linear layers ran elsewhere.
@@ -54,7 +54,7 @@ def device_marks(
     for kernel, mark in launched:
         if is_collective(kernel):
             if mark.lane is not Lane.WAIT:
-                # A reduction of gradients, beside everything else; or a message of tensor or context parallelism, for
+                # A reduction of gradients, next to everything else; or a message of tensor or context parallelism, for
                 # which the next kernel of the compute stream waits: that gap belongs to the op of this kernel.
                 continue
             messages.append((mark.name, kernel))

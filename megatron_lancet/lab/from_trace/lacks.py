@@ -1,4 +1,4 @@
-"""What a trace must have, and the one message about what it lacks."""
+"""The contents that a trace must have, and the one message about missing ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ FLAGS = (
     "--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 5 --profile-step-end 9 "
     "--profile-ranks 0 1 --tensorboard-dir DIR"
 )
-"""Megatron's flags that record everything that is read; the ranks are those of an expert-parallel group."""
+"""Megatron's flags that record everything that is read; the ranks form an expert-parallel group."""
 
 
 class TraceLacks(RecordError):  # noqa: N818 - the name states the problem

@@ -1,6 +1,6 @@
-"""Where time goes inside ops: in calls that take longer with more tokens, and in those of the attention's core.
+"""The time inside ops: in calls that take longer with more tokens, and in calls of the attention's core.
 
-A call counts with its own time, without that of what it calls in turn.
+A call counts with its own time, without the calls that it makes.
 """
 
 import re
@@ -12,7 +12,7 @@ from megatron_lancet.lab.from_trace.events import Event
 _LEAST_US = 20.0
 """A shorter one is mostly its own overhead, whatever its tensors' sizes."""
 _OVERHEAD = re.compile(r"^autograd::engine|^c10d::|^_AllToAll|Backward$|^_|Function$")
-"""Functions written in Python and nodes of autograd: what they do beside their calls does not depend on sizes."""
+"""Functions written in Python and nodes of autograd: what they do next to their calls does not depend on sizes."""
 CORE_NAMES = re.compile(
     r"(?i)bmm|softmax|scaled_dot_product|flash|fused_?attn|dotproductattention|attnfuncwithcp|masked_fill|copyslices"
 )

@@ -23,7 +23,7 @@ def link_times(ranks: Mapping[int, RankEvents], steps: RankSteps, slowdown: floa
 
     Args:
         ranks: one trace of each recorded rank.
-        slowdown: factor by which a message makes compute beside it slower, which a stock run does not show.
+        slowdown: factor by which a message slows down concurrent compute, which a stock run does not show.
 
     Raises:
         TraceLacks: the traces of a group's ranks are not of the same steps.
@@ -59,7 +59,7 @@ def _check_alike(ranks: Mapping[int, RankEvents], steps: RankSteps, members: Seq
         if numbers[rank] != numbers[first]:
             raise TraceLacks(
                 ranks[rank].path,
-                f"{len(numbers[rank])} steps of {numbers[rank][:3]} all-to-alls, where that of rank {first} has "
+                f"{len(numbers[rank])} steps of {numbers[rank][:3]} all-to-alls, where rank {first} has "
                 f"{len(numbers[first])} of {numbers[first][:3]}",
                 "Record the same steps on all ranks of an expert-parallel group (--profile-ranks)",
             )

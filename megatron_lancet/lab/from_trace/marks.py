@@ -13,9 +13,9 @@ class Mark(NamedTuple):
 
     Attributes:
         name: op, weight gradient, or in the wait lane message; empty for what belongs to no op.
-        weight_grad: the weight gradient that this op also computes and that the host's ops don't tell apart.
+        weight_grad: the weight gradient that this op also computes and that the host's ops don't separate.
         scaled_us: time in it that grows with the number of tokens; the rest is what each launch costs.
-        core_us: time in it of the attention's core, which grows with the number of earlier positions, too.
+        core_us: time in it of the attention's core, which also grows with the number of earlier positions.
     """
 
     end_us: float
@@ -30,8 +30,8 @@ def spans_of(begin_us: float, marks: Iterable[Mark], zero_us: float) -> Iterator
     """The spans of marks in order; neighbours of one name are one span.
 
     Args:
-        begin_us: begin of what the first one ends.
-        zero_us: begin of the step.
+        begin_us: start of the interval that the first mark ends.
+        zero_us: start of the step.
     """
     start_us, previous = begin_us, None
     for mark in marks:

@@ -1,7 +1,8 @@
-"""What our ops do beside stock's: a dispatch packs rows and their probabilities into one message, for one more copy.
+"""Work of our ops in addition to stock's: a dispatch packs rows and their probabilities into one message, for one more
+copy.
 
-Stock sends probabilities in an all-to-all of their own. The copy is in the op that makes the rows: forward that of the
-permutation, backward that of the experts. It takes about as long as the permutation, which copies the same rows.
+Stock sends probabilities in an all-to-all of their own. The copy is in the op that makes the rows: the permutation in
+the forward, the experts in the backward. It takes about as long as the permutation, which copies the same rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _PACKS = frozenset({(OpKind.PREPROCESS.value, Phase.FORWARD), (OpKind.EXPERTS.va
 def with_packing(
     ops: Sequence[OpTime], shares: Mapping[OpKey, OpShares]
 ) -> tuple[tuple[OpTime, ...], dict[OpKey, OpShares]]:
-    """Returns the times of whole micro-batches with the copy that packs rows, and the shares of these times."""
+    """Returns the times of unchunked micro-batches with the copy that packs rows, and the shares of these times."""
     copy_ms = {
         op.layer_kind: op.ms * shares[key_of(op)].scaled
         for op in ops

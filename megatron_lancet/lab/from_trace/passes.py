@@ -1,7 +1,7 @@
 """The forward and backward passes of the micro-batches in a step, by what begins and runs them.
 
 Point-to-point messages of the pipeline, and the change from a forward to a backward pass, end a pass. A backward pass
-belongs to the forward pass in which its sequence numbers were given, so passes may lie in any order, as those of
+belongs to the forward pass in which its sequence numbers were given, so passes may lie in any order, as with
 pipeline stages do.
 """
 
@@ -14,7 +14,7 @@ from megatron_lancet.lab.from_trace.events import Event, RankEvents
 from megatron_lancet.lab.from_trace.lacks import TraceLacks
 
 NODE = "autograd::engine::evaluate_function: "
-"""Begin of the name of a node's run in a backward pass."""
+"""Start of the name of a node's run in a backward pass."""
 EMBEDDING = "aten::embedding"
 ROUTER = "RouterGatingLinearFunction"
 NORM = re.compile(r"(?i)(layer|rms)_?norm|_OperationFuser")
@@ -30,7 +30,7 @@ class MicroBatch:
     """Both passes of a micro-batch through one part of the layers.
 
     Attributes:
-        begin_us: begin of the forward pass.
+        begin_us: start of the forward pass.
         end_forward_us: end of that.
         forward: its ops, recomputed parts as if they stood by themselves.
         nodes: runs of autograd's nodes in the backward pass.
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def begin_backward_us(self) -> float:
-        """Begin of the backward pass."""
+        """Start of the backward pass."""
         return self.nodes[0].start_us
 
 
@@ -76,7 +76,7 @@ def micro_batches(rank: RankEvents, step: tuple[float, float], num_parts: int | 
     """Returns the micro-batches of one step, in the order of their forward passes.
 
     Args:
-        num_parts: parts of the layers that the rank has; None if it is the first stage, whose embeddings tell.
+        num_parts: parts of the layers that the rank has; None if it is the first stage, which its embeddings show.
 
     Raises:
         TraceLacks: a pass is not there, or something that runs in it is not supported.
@@ -121,9 +121,7 @@ def _passes(rank: RankEvents, step: tuple[float, float]) -> list[_Pass]:
     ops = [op for op in rank.main if begin_us <= op.start_us < end_us]
     others = [op for op in rank.others if begin_us <= op.start_us < end_us and op.name.startswith(NODE)]
     if any(op.name == _CHECKPOINT and _has_all_to_all(op) for op in ops):
-        raise TraceLacks(
-            rank.path, "layers that are recomputed as a whole", "Record a run without --recompute-granularity full"
-        )
+        raise TraceLacks(rank.path, "fully recomputed layers", "Record a run without --recompute-granularity full")
     found: list[_Pass] = []
     current: _Pass | None = None
     for op in sorted([*_flat(ops), *others], key=lambda one: one.start_us):
@@ -187,7 +185,7 @@ def _nodes_of_forwards(
         sequence = next((node.sequence for node in nodes if node.sequence is not None), None)
         place = len(forwards) - 1 if sequence is None else bisect_right(begins, sequence) - 1
         if place < 0:
-            raise TraceLacks(path, "a backward pass without its forward pass", "Record whole steps")
+            raise TraceLacks(path, "a backward pass without its forward pass", "Record full steps")
         if found[place]:
             raise TraceLacks(
                 path,
@@ -201,7 +199,7 @@ def _nodes_of_forwards(
 
 
 def _parts(rank: RankEvents, forwards: Sequence[Sequence[Event]], num_parts: int) -> list[int]:
-    """Which of the rank's parts of the layers each forward pass goes through.
+    """The rank's part of the layers for each forward pass.
 
     Interleaved stages run as many micro-batches through one part as there are stages, then as many through the next.
 
@@ -223,7 +221,7 @@ def _parts(rank: RankEvents, forwards: Sequence[Sequence[Event]], num_parts: int
         raise TraceLacks(
             rank.path,
             f"{len(forwards)} forward passes through {num_parts} parts of its layers, not {group} each by turns",
-            "Record whole steps without --microbatch-group-size-per-virtual-pipeline-stage",
+            "Record full steps without --microbatch-group-size-per-virtual-pipeline-stage",
         )
     return parts
 

@@ -31,7 +31,7 @@ def profile_from_traces(paths: Sequence[Path], slowdown: float | None = None) ->
 
     Args:
         paths: one or more of each rank that was recorded; one rank is enough.
-        slowdown: factor by which a message makes compute beside it slower; None for what the kernels of messages take
+        slowdown: factor by which a message slows down concurrent compute; None for what the kernels of messages take
             of a GPU's multiprocessors, and 1 on the CPU.
 
     Raises:
@@ -104,7 +104,7 @@ def _step_ms(steps: Sequence[TracedStep]) -> float:
 
 
 def _slowdown(rank: RankEvents) -> float:
-    """Kernels that compute have the multiprocessors that those of messages leave: a block of these fills one."""
+    """Compute kernels have the multiprocessors that messages do not take: a block of a message fills one."""
     if not rank.num_sms:
         return 1.0
     grids = [kernel.args.get("grid") for kernel in rank.kernels if is_collective(kernel)]
@@ -115,7 +115,7 @@ def _slowdown(rank: RankEvents) -> float:
 def _rest_ms(ranks: Mapping[int, RankEvents], steps: RankSteps, idle_ms: float) -> float:
     """Time of a step outside of passes.
 
-    A stage is idle while the pipeline fills and drains, which is no part of it: there only what is before the first
+    A stage is idle while the pipeline fills and drains. That time does not count: there only what is before the first
     stage's first pass and behind its last one counts.
 
     Args:
@@ -198,7 +198,7 @@ def _medians(shares: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _routing(steps: RankSteps, groups: Sequence[Sequence[int]]) -> tuple[ChunkRouting, ...]:
-    """Rows of a whole micro-batch, of the last step, by layer."""
+    """Rows of an unchunked micro-batch, of the last step, by layer."""
     found = []
     for group in groups:
         to = [_dispatched(steps[rank][-1]) for rank in group]

@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     """One all-to-all of rows.
 
     Attributes:
-        name: of its op; two all-to-alls have that of a dispatch with probabilities of their own.
+        name: of its op; a dispatch with a message for probabilities gives its name to two all-to-alls.
         row_bytes: bytes of one row.
         sent_rows: to each rank of the group.
         received_rows: from each rank of the group.
@@ -78,7 +78,7 @@ class TracedStep:
 
 @dataclass
 class _Collected:
-    """What the micro-batches of a step add to it."""
+    """Collects a step from its micro-batches."""
 
     spans: list[Span] = field(default_factory=list)
     received_rows: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -170,7 +170,7 @@ def _times_of_kernels(
     kernels: Sequence[tuple[str, Event]],
     calls: Sequence[tuple[str, Event, float]],
 ) -> list[float]:
-    """Times of the messages in the order of ``calls``, and those of the token counts into ``found``."""
+    """Times of the messages in the order of ``calls``; times of the token counts go into ``found``."""
     times_ms = []
     for name, kernel in kernels:
         ms = (kernel.end_us - kernel.start_us) / _US_PER_MS

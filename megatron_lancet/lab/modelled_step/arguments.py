@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.estimate.devices import GPUS, REACHED, Rate
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
 
@@ -38,9 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LATENCY_US:GBYTES_PER_S",
         help="of each process group, for all that a rank sends to others (default: %(default)s)",
     )
+    parser.add_argument(
+        "--gpu",
+        choices=tuple(GPUS),
+        help="takes the next two from the middle of lancet-estimate's ranges (default: an H100, as below)",
+    )
     for name, what, value in (
         ("--tflops", "1e12 FLOP per second of matrix products", default.flops_per_s / 1e12),
         ("--memory-gbytes-per-s", "memory traffic", default.bytes_per_s / 1e9),
+    ):
+        parser.add_argument(name, type=float, metavar="X", help=f"{what} (default: {value:g}, or that of --gpu)")
+    for name, what, value in (
         ("--min-kernel-us", "duration of the smallest kernel", default.min_kernel_us),
         ("--collective-us", "host time of a collective's launch", default.collective_us),
         ("--host-wait-us", "time after an event until a waiting host goes on", default.host_wait_us),
@@ -62,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(own: argparse.Namespace) -> None:
-    """Checks the values.
+    """Checks the values, and sets those that were not given.
 
     Raises:
         UsageError: a value is out of range, or there is no folder for a file.
@@ -71,5 +80,13 @@ def check_arguments(own: argparse.Namespace) -> None:
         raise UsageError(f"--layers expects an even number of at least 2, got {own.layers}.")
     if min(own.connections) < 1 or min(own.launch_us) < 0:
         raise UsageError("--connections expects numbers of at least 1, --launch-us numbers of at least 0.")
+    default = DeviceModel()
+    gpu = GPUS.get(own.gpu)
+    if own.tflops is None:
+        rate = default.flops_per_s if gpu is None else gpu.flops_per_s * REACHED[Rate.PRODUCT].middle
+        own.tflops = rate / 1e12
+    if own.memory_gbytes_per_s is None:
+        rate = default.bytes_per_s if gpu is None else gpu.bytes_per_s * REACHED[Rate.NONE].middle
+        own.memory_gbytes_per_s = rate / 1e9
     if own.timeline is not None and not own.timeline.parent.is_dir():
         raise UsageError(f"--timeline {own.timeline}: there is no folder {own.timeline.parent}.")

@@ -19,7 +19,7 @@ from megatron_lancet.testkit.virtual_gpu.playback.player import Playback, play
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What one layer adds to a log.
+    """One layer's part of a log.
 
     Attributes:
         forward: kernels of the forward pass.
@@ -41,7 +41,7 @@ class ModelledStep:
     Attributes:
         step_ms: of all layers.
         exposed_share: see :class:`Playback`; of the layers that were recorded.
-        ends_ms: time of a step in pairs beyond that of its micro-batches, because at its ends one has no partner.
+        ends_ms: time of a step in pairs beyond its micro-batches, because at its ends a micro-batch has no partner.
     """
 
     step_ms: float
@@ -51,7 +51,7 @@ class ModelledStep:
 
 @dataclass(frozen=True)
 class Depth:
-    """What was recorded of a model.
+    """The record of a model.
 
     Attributes:
         num_layers: number of its layers.
@@ -74,14 +74,14 @@ class Variant:
     def __init__(self, name: str, shallow: Depth, deep: Depth) -> None:
         """
         Args:
-            shallow: the model with fewer layers; the same as ``deep`` if that is the whole model.
+            shallow: the model with fewer layers; the same as ``deep`` if that is the full model.
         """
         self.name = name
         self._shallow = shallow
         self._deep = deep
 
     def counts(self) -> LayerCounts:
-        """Kernels and host waits of a layer; of the whole micro-batch by layer where there is one depth only."""
+        """Kernels and host waits of a layer; of the full micro-batch by layer where there is one depth only."""
         counts = [self._by_layer(partial(_count, which)) for which in range(4)]
         return LayerCounts(*counts)
 
@@ -131,7 +131,7 @@ def _count(which: int, recording: Recording) -> int:
 
 
 def _counts(log: Sequence[Entry]) -> list[int]:
-    """Kernels forward and backward, those of weight gradients, and host waits."""
+    """Kernels of forward, backward and weight gradients, and host waits."""
     passes, collectives, place, is_turn = [0, 0], set(), 0, False
     for entry in log:
         match entry:

@@ -31,14 +31,17 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention
 
 BACKWARD = "backward"
-"""Name of the mark between the passes. What runs behind it is a backward pass, but for turns of forwards beside it."""
+"""Name of the mark between the passes.
+
+What runs behind it is a backward pass, but for turns of forwards paired with it.
+"""
 
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one micro-batch enqueued, or a step in pairs.
+    """The work enqueued by one micro-batch, or by a step in pairs.
 
     Attributes:
         messages: all-to-alls of a plan; empty for stock modules.
@@ -56,7 +59,7 @@ def gpu_without_values(num_ranks: int, supply: Supply, **parallel_sizes: int) ->
     Enter it inside ``cpu_platform()``.
 
     Args:
-        supply: what the host knows of values, see :class:`MetaGpu`.
+        supply: the values that the host has, see :class:`MetaGpu`.
         parallel_sizes: arguments of Megatron's ``initialize_model_parallel``.
     """
     with mock_world(num_ranks), loopback_counts(), ExitStack() as stack:

@@ -47,12 +47,12 @@ a few layers would then show no launch cost."""
 
 @dataclass(frozen=True)
 class ModelledRun:
-    """What is built and recorded.
+    """The model that is built and recorded.
 
     Attributes:
         args: Megatron's arguments, validated.
         plan: the plan of the run.
-        num_layers: layers of the whole model.
+        num_layers: layers of the full model.
         notes: what differs from the run of the launch command, in a line each.
     """
 
@@ -103,7 +103,7 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
     if args.transformer_impl != "local":
         yield "layers are Megatron's local ones: Transformer Engine's have fewer kernels, and are not modelled"
     if args.fp8 or args.fp4:
-        yield "matrix products count as those of bf16: low precision needs Transformer Engine"
+        yield "matrix products count as bf16: low precision needs Transformer Engine"
         args.fp8 = args.fp4 = None
         args.fp8_recipe, args.fp8_param_gather = "delayed", False
     if args.pipeline_model_parallel_size > 1:

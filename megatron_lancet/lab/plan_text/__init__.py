@@ -1,1 +1,1 @@
-"""What the planner's tools print and draw."""
+"""Output of the planner's tools."""

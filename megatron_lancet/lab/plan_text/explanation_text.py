@@ -41,8 +41,8 @@ def each_layer(explanation: Explanation) -> Iterator[str]:
 
 
 def pairing_line(explanation: Explanation) -> str:
-    """Says whether backwards run beside forwards, and what the best other choice would take."""
-    paired = "each backward runs beside the next forward"
+    """Says whether backwards are paired with forwards, and what the best other choice would take."""
+    paired = "each backward is paired with the next forward"
     alone = "micro-batches run one after the other"
     chosen, other = (paired, alone) if explanation.plan.is_paired else (alone, paired)
     other_ms = other_pairing_ms(explanation)
@@ -74,8 +74,8 @@ def _parts(explanation: Explanation) -> Iterator[tuple[tuple[str, ...], Sequence
         yield (), explanation.layers
         return
     num_pairs = explanation.num_micro_batches - 1
-    yield (f"a backward and the forward beside it, {num_pairs} x a step:",), explanation.layers
-    yield ("the first forward and the last backward of a step, which have nothing beside them:",), explanation.ends
+    yield (f"a backward and the forward paired with it, {num_pairs} x a step:",), explanation.layers
+    yield ("the first forward and the last backward of a step, which have no partner:",), explanation.ends
 
 
 def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, OwnRows, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, LocalTokens, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
@@ -16,9 +16,9 @@ _RANGES = {
     OverlapRange.STACK: "through all of them without waiting at a layer's end",
 }
 
-_OWN_ROWS = {
-    OwnRows.HALF: "half of a rank's own before them and half behind",
-    OwnRows.AFTER: "a rank's own behind them",
+_LOCAL_TOKENS = {
+    LocalTokens.HALF: "half of a rank's own before them and half behind",
+    LocalTokens.AFTER: "a rank's own behind them",
 }
 LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
 
@@ -47,7 +47,7 @@ def description(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
     tiles = f"; {tiles_in_words(segment)}" if segment.tiles else ""
     if segment.num_chunks == 1:
-        return f"the micro-batch as a whole{tiles}"
+        return f"the unchunked micro-batch{tiles}"
     multiple = f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else ""
     return (
         f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}){multiple}, "
@@ -58,7 +58,7 @@ def description(segment: Segment) -> str:
 def tiles_in_words(segment: Segment) -> str:
     """Describes how the rows of a chunk go to other ranks, and when the experts work on the others."""
     parts = "1 tile" if segment.tiles == 1 else f"{segment.tiles} tiles"
-    return f"rows of other ranks in {parts}, {_OWN_ROWS[segment.own_rows]}"
+    return f"rows of other ranks in {parts}, {_LOCAL_TOKENS[segment.local_tokens]}"
 
 
 def layer_groups(content: PlanFile) -> list[LayerGroup]:
@@ -125,7 +125,7 @@ def head_lines(content: PlanFile) -> Iterator[str]:
     if not content.plan.dispatch.is_plain:
         yield f"dispatch: {content.plan.dispatch}, {content.plan.dispatch.description}"
     if content.plan.is_paired:
-        yield "pairing: each backward runs beside the forward of the next micro-batch"
+        yield "pairing: each backward is paired with the forward of the next micro-batch"
 
 
 def plan_lines(content: PlanFile) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _end_lines(content: PlanFile) -> Iterator[str]:
 
 def _dw_in_words(plan: Plan) -> str:
     if plan.dw_window == 0:
-        return "computed at once"
+        return "not deferred"
     bound = "" if plan.dw_memory_bytes is None else f", of at most {plan.dw_memory_bytes / 1e6:g} MB"
     return f"run while backward all-to-alls are in flight, at most {plan.dw_window} of them later{bound}"
 

@@ -5,7 +5,7 @@ if rank a launches a collective at ``start_a`` and rank b has it at ``end_b``, t
 
     start_a + c_a <= end_b + c_b        for all pairs of its ranks.
 
-A message of two hops is a collective of the ranks that it connects: those with one place on each node, or those of one
+A message of two hops is a collective of the ranks that it connects: ranks with one place on each node, or ranks of one
 node.
 
 Over all collectives of a step the smallest ``end_b - start_a`` bounds ``c_a - c_b`` from above, and the smallest

@@ -1,10 +1,10 @@
-"""The fields by which tools for GPU traces (HTA, TraceLens, Perfetto's queries) know kernels and collectives.
+"""The fields by which tools for GPU traces (HTA, TraceLens, Perfetto's queries) recognise kernels and collectives.
 
 They are those that Kineto writes: category ``kernel``, the stream, and of a collective its name, sizes and ranks.
 Compute is on one stream, each row of messages on a stream of its own, so that no stream has two kernels at a time.
 What a rank receives is not recorded: as the size of what comes in stands what it sends to others, in bytes. Tools match
 the n-th collective of a process group on one rank with the n-th on the others, so each connection has a name of its
-own: on each the order is that of the plan, between them it is not.
+own: each follows the order of the plan, but they are not ordered against each other.
 """
 
 import json
@@ -57,7 +57,7 @@ def kernel_args(span: Span, row: int, rank: int, groups: Sequence[Sequence[int]]
 
 
 def collective_name(name: str) -> str:
-    """What torch calls the collective of a message."""
+    """Name of the collective of a message in torch."""
     op = Op.find(name)
     if op is None:
         return _REDUCTION

@@ -7,7 +7,7 @@ from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, Phase
 from megatron_lancet.schedule.timeline import Span
 
 _ALL_RANKS, _BETWEEN_NODES, _INSIDE_NODE = "communication", "between nodes", "inside a node"
-"""What messages share, from the top: those of an expert-parallel group as a whole, and those of each of two hops."""
+"""Lanes of messages, from the top: of an expert-parallel group, and of each of two hops."""
 
 
 def message_rows(messages: Sequence[Span]) -> tuple[list[int], list[str]]:
@@ -34,8 +34,8 @@ def message_rows(messages: Sequence[Span]) -> tuple[list[int], list[str]]:
 def message_levels(messages: Sequence[Span]) -> list[int]:
     """Returns the level of each message, [num_messages]; on none of them messages overlap.
 
-    If messages of a backward are in flight beside those of the forward of another micro-batch, they have levels of
-    their own, below those of forwards.
+    If messages of a backward are in flight together with messages of another micro-batch's forward, they have levels of
+    their own, below the forward's levels.
 
     Args:
         messages: spans ordered by start.

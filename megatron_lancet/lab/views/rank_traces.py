@@ -1,6 +1,6 @@
 """Writes one trace per rank, as Kineto does, for tools that read these: HTA takes the folder, TraceLens the files.
 
-A message has the name of an NCCL kernel, whatever sent it, because these tools know communication by its name; the
+A message has the name of an NCCL kernel, whatever sent it, because these tools recognise communication by its name; the
 argument ``op`` is its name in plans and reports. It is on the same stream on all ranks of its group, which TraceLens
 compares. Each kernel has an op of the host that launches it where it begins, and an arrow from there: TraceLens leaves
 others out. Waits are left out: on a stream they are gaps between kernels.
@@ -58,7 +58,7 @@ def write_rank_traces(record: TimelineRecord, folder: Path) -> list[Path]:
     written = []
     for timeline in record.measured:
         path = folder / f"rank-{timeline.rank}.json"
-        # HTA looks for '"rank": N' with a blank, at the begin of the file.
+        # HTA looks for '"rank": N' with a blank, at the start of the file.
         atomic_write(path, json.dumps(rank_trace(record, timeline)) + "\n")
         written.append(path)
     return written

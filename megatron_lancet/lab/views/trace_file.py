@@ -4,8 +4,8 @@ Each rank has one process for the measured step and one for the predicted step. 
 and communication: as many as messages were in flight at once, since the slices of a thread must not cross. Messages
 between nodes and inside a node, which two hops have, are on threads of their own. An arrow connects the launch of a
 message with each wait for it. Compute and messages have the fields of kernels on streams (``kernel_fields.py``), so
-that tools for GPU traces know them. The field ``otherData``, which viewers ignore, holds the rest of the record, so
-that :func:`read_trace` returns what was written.
+that tools for GPU traces recognise them. The field ``otherData``, which viewers ignore, holds the rest of the record,
+so that :func:`read_trace` returns what was written.
 """
 
 import json

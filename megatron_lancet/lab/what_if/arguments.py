@@ -37,15 +37,20 @@ def network_of(arguments: argparse.Namespace) -> NetworkChoice:
     )
 
 
-def add_routing_argument(group: argparse._ArgumentGroup) -> None:
-    """Adds --routing."""
+def add_routing_argument(group: argparse._ActionsContainer, has_profile: bool = True) -> None:
+    """Adds --routing.
+
+    Args:
+        has_profile: whether there is a profile with a measured distribution.
+    """
+    measured = "as in the profile (default), even" if has_profile else "even (default)"
     group.add_argument(
         "--routing",
-        type=_routing,
-        default=Routing(),
-        metavar="{measured,even,zipf:S}",
-        help="distribution of rows over ranks: as in the profile (default), even, or from experts whose popularity "
-        "falls with their number to the power of S",
+        type=_routing if has_profile else _made_up_routing,
+        default=Routing() if has_profile else Routing("even"),
+        metavar="{measured,even,zipf:S}" if has_profile else "{even,zipf:S}",
+        help=f"distribution of rows over ranks: {measured}, or from experts whose popularity falls with their number "
+        "to the power of S",
     )
 
 
@@ -119,6 +124,12 @@ def _latency(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected microseconds, at least 0, got {text!r}")
     return value
+
+
+def _made_up_routing(text: str) -> Routing:
+    if text == "measured":
+        raise argparse.ArgumentTypeError("expected even or zipf:S: nothing was measured")
+    return _routing(text)
 
 
 def _routing(text: str) -> Routing:

@@ -53,7 +53,7 @@ class Cluster:
     inter: Level
 
     def all_to_all_ms(self, num_bytes: float, size: int) -> float:
-        """Time of an all-to-all of ``size`` neighbouring ranks: that of the slower of the two levels.
+        """Time of an all-to-all of ``size`` neighbouring ranks: the time of the slower of the two levels.
 
         Args:
             num_bytes: bytes that a rank sends to the others of the group, in equal parts.
@@ -101,7 +101,7 @@ class Cluster:
 
 
 def _exchange_ms(level: Level, num_peers: int, num_bytes: float) -> float:
-    """Time of a pairwise exchange with so many peers, to which ``num_bytes`` are sent in all."""
+    """Time of a pairwise exchange with ``num_peers`` peers, to which ``num_bytes`` are sent in all."""
     return num_peers * level.latency_ms + num_bytes / level.bytes_per_ms if num_peers > 0 else 0.0
 
 

@@ -1,6 +1,6 @@
-"""What micro-batches of documents cost, from a profile of micro-batches of whole samples.
+"""Costs of micro-batches of documents, from a profile of micro-batches of uncut samples.
 
-A document's positions attend to it alone. So of a micro-batch's times only that of attention depends on more than its
+A document's positions attend to it alone. So only the attention time of a micro-batch depends on more than its
 tokens: one part of it grows with tokens, the other with pairs of a position and one up to it in the same document.
 
 The ranks of an expert-parallel group wait for each other in every micro-batch. Their micro-batches that run at the same
@@ -9,10 +9,10 @@ time are a column, which is simulated by the plan with
 - the ops on a rank's own tokens as long as on the rank on which they take longest,
 - experts and their weight gradients as long as on the mean number of tokens, since the rows of all ranks are spread
   over all of them,
-- messages as large as those of the rank with the most tokens.
+- messages as large as the messages of the rank with the most tokens.
 
 Left out: rows that experts get unevenly in one micro-batch (the profile's shares hold in each), the time of a kernel
-for many short documents beside that for one long one, and memory.
+for many short documents next to that for one long one, and memory.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _BY_RECEIVED_ROWS = (OpKind.EXPERTS, OpKind.OWN_EXPERTS)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes in one micro-batch.
+    """The work of one rank in one micro-batch.
 
     Attributes:
         num_tokens: positions, padding included.
@@ -87,8 +87,8 @@ def measured_pair_shares(profile: Profile) -> PairShares:
     """
     if not any(map(_is_first_of_several, profile.ops)):
         raise UsageError(
-            "the profile has no times of attention in chunks along the sequence, which tell what long documents cost. "
-            "Profile the model with such chunks, or pass --attention-cost"
+            "the profile has no times of attention in chunks along the sequence, which give the cost of long "
+            "documents. Profile the model with such chunks, or pass --attention-cost"
         )
     return PairShares(_fitted_share(profile, Phase.FORWARD), _fitted_share(profile, Phase.INPUT_GRAD))
 
@@ -99,7 +99,7 @@ def _is_first_of_several(op: OpTime) -> bool:
 
 
 def _fitted_share(profile: Profile, phase: Phase) -> float:
-    """Minimal squares of ms = by_token * tokens + by_pair * pairs, both relative to the whole micro-batch."""
+    """Minimal squares of ms = by_token * tokens + by_pair * pairs, both relative to the full micro-batch."""
     facts = profile.model
     multiple = facts.chunk_multiple(ChunkDim.SEQUENCE)
     tokens_squared = both = pairs_squared = tokens_ms = pairs_ms = 0.0
@@ -146,7 +146,7 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
 def document_cost(profile: Profile, shares: PairShares) -> DocumentCost:
     """The cost of documents on the machine of a profile, as ranks deal them: of their own work only.
 
-    With expert parallelism the rows of a document are spread over all ranks of the group, so that of what its tokens
+    With expert parallelism the rows of a document are spread over all ranks of the group, so of what its tokens
     cost the routed experts are not its rank's.
     """
     whole, work = profiled(profile.model), _work_ms(profile)
@@ -242,8 +242,8 @@ class ColumnTimes:
         """
         if plan.is_paired:
             raise UsageError(
-                "a plan with pairing can't be predicted for documents: each backward runs beside another micro-batch. "
-                "Pass --pairing off, or another plan"
+                "a plan with pairing can't be predicted for documents: each backward is paired with another "
+                "micro-batch. Pass --pairing off, or another plan"
             )
         self._profile, self._plan, self._shares, self._base = profile, plan, shares, base
         self._multiple = profile.model.token_multiple
@@ -271,7 +271,7 @@ class ColumnTimes:
     def column_ms(self, column: Sequence[MicroBatch]) -> float:
         """Time of the micro-batches that the ranks of an expert-parallel group run at the same time.
 
-        With a pipeline it is that of its slowest stage.
+        With a pipeline it is the time of its slowest stage.
         """
         slowest = max(column, key=self.own_ms)
         most, mean = max(batch.num_tokens for batch in column), fmean(batch.num_tokens for batch in column)
@@ -322,7 +322,7 @@ class ColumnTimes:
         return Simulator(CostModel(column)).predict(self._plan).slot_ms
 
     def _expected_over_simulated(self) -> float:
-        """Expected time of the profiled step over that of equal columns: ranks drift apart, and rows are uneven."""
+        """Expected time of the profiled step over a step of equal columns: ranks drift apart, and rows are uneven."""
         facts, rest_ms = self._profile.model, self._profile.rest_ms
         simulator = Simulator(CostModel(self._profile))
         prediction = simulator.predict(self._plan)
@@ -334,7 +334,7 @@ class ColumnTimes:
 
 
 def _family(one: OpTime | WeightGradTime) -> tuple[object, ...]:
-    """What measurements of other numbers of chunks have in common."""
+    """The common key of measurements with different numbers of chunks."""
     if isinstance(one, WeightGradTime):
         return one.layer_kind, one.name
     return one.layer_kind, one.kind, one.phase, one.dispatch, one.tiles

@@ -98,12 +98,13 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(StepEstimate):
-    """The prediction of one plan in one layout; ``exposed_ms`` is that of the slowest stage's rank that waits longest.
+    """The prediction of one plan in one layout; ``exposed_ms`` is the exposed time of the slowest stage's rank that
+    waits longest.
 
     Attributes:
-        plan: plan of the whole model; segments end with pipeline stages.
+        plan: plan of the full model; segments end with pipeline stages.
         bubble_ms: time for which a step waits for other pipeline stages.
-        gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run beside the
+        gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run during the
             backward pass, by simulation.
     """
 
@@ -197,7 +198,7 @@ class Forecaster:
         return with_moved_reduction(self.profile, in_layout(self.profile, layout), layout, cluster)
 
     def dispatches(self, layout: Layout) -> tuple[Dispatch, ...]:
-        """What all-to-alls may carry in a layout."""
+        """Dispatches that are possible in a layout."""
         return tuple(CostModel(self.moved(layout)).possible_dispatches())
 
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:

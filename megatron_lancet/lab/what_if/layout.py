@@ -13,8 +13,8 @@ Conversion of the parts:
   experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
-  holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
-  that gradients are reduced beside the backward pass: then the simulator shows what stays.
+  holds the profiled run's, so only the difference is added. Nothing of it is hidden, unless the profile says
+  that gradients are reduced during the backward pass: then the simulator shows what stays.
 - **pipeline**: layers are split evenly; multi-token predictions stay behind the last one. 1F1B: (m + p - 1) times the
   slowest stage's micro-batch, m micro-batches, p stages (Narayanan et al., "Efficient Large-Scale Language Model
   Training on GPU Clusters", 2021, section 2.2.1), which is what the simulator computes, and two passes of p - 1
@@ -133,7 +133,7 @@ def why_not_several_nodes(facts: ModelFacts, layout: Layout) -> str | None:
 
 
 def _nodes(facts: ModelFacts, layout: Layout) -> Nodes | None:
-    """How the layout's expert-parallel groups lie on nodes: those of its cluster, without one those of the profile."""
+    """How the layout's expert-parallel groups lie on nodes: by its cluster, without one by the profile."""
     nodes = _nodes_of_cluster(facts, layout)
     return nodes if isinstance(nodes, Nodes) else None
 
@@ -148,17 +148,22 @@ def _nodes_of_cluster(facts: ModelFacts, layout: Layout) -> Nodes | str:
 
 def _link(profile: Profile, layout: Layout, nodes: Nodes | None) -> LinkTimes:
     """Times of messages between the ranks of the layout's expert-parallel groups."""
-    link, cluster, size = profile.link, layout.cluster, layout.ep_size
-    if cluster is None or size == 1:
-        return link
-    sizes = _table_sizes(_largest_message(profile, layout))
-    # Holders of the parts of an expert are neighbours, so fewer ranks of the group share a node.
-    holders = profile.model.expert_tp_size
+    if layout.cluster is None or layout.ep_size == 1:
+        return profile.link
+    facts = dataclasses.replace(profile.model, ep_size=layout.ep_size, nodes=nodes)
+    return times_of_messages(facts, layout.cluster, profile.link)
+
+
+def times_of_messages(facts: ModelFacts, cluster: Cluster, link: LinkTimes) -> LinkTimes:
+    """Computed times of messages between the ranks of an expert-parallel group; the rest is taken from ``link``."""
+    sizes = _table_sizes(_largest_message(facts))
+    # The expert-TP ranks of an expert are neighbours, so fewer ranks of the group share a node.
+    holders = facts.expert_tp_size
     cluster = dataclasses.replace(cluster, ranks_per_node=max(1, cluster.ranks_per_node // holders))
-    table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, size)) for num_bytes in sizes)
+    table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, facts.ep_size)) for num_bytes in sizes)
     between_nodes: tuple[tuple[int, float], ...] = ()
     inside_node: tuple[tuple[int, float], ...] = ()
-    if nodes is not None:
+    if (nodes := facts.nodes) is not None:
         on_node = nodes.ranks_per_node * holders
         between_nodes = tuple((num_bytes, cluster.between_nodes_ms(num_bytes, nodes.num_nodes)) for num_bytes in sizes)
         inside_node = tuple((num_bytes, cluster.inside_node_ms(num_bytes, on_node)) for num_bytes in sizes)
@@ -166,7 +171,7 @@ def _link(profile: Profile, layout: Layout, nodes: Nodes | None) -> LinkTimes:
         link,
         all_to_all=table,
         queued=(),
-        counts_ms=cluster.all_to_all_ms(profile.model.counts_bytes, size),
+        counts_ms=cluster.all_to_all_ms(facts.counts_bytes, facts.ep_size),
         between_nodes=between_nodes,
         between_nodes_queued=(),
         inside_node=inside_node,
@@ -182,10 +187,22 @@ def _table_sizes(largest: float) -> list[int]:
     return sizes
 
 
-def _largest_message(profile: Profile, layout: Layout) -> int:
-    facts = profile.model
+def _largest_message(facts: ModelFacts) -> int:
     row_bytes = max(facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes)
-    return facts.num_rows * row_bytes * layout.ep_size
+    return facts.num_rows * row_bytes * facts.ep_size
+
+
+def times_of_reductions(
+    link: LinkTimes, cluster: Cluster, largest: float, num_ranks: int, stride: int = 1
+) -> LinkTimes:
+    """``link`` with computed times of all-reduces of every ``stride``-th rank, ``num_ranks`` in all.
+
+    Args:
+        largest: most bytes of a reduction.
+    """
+    sizes = _table_sizes(largest)
+    table = tuple((size, cluster.all_reduce_ms(size, num_ranks, stride)) for size in sizes)
+    return dataclasses.replace(link, all_reduce=table)
 
 
 def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
@@ -238,8 +255,7 @@ def with_moved_reduction(profile: Profile, moved: Profile, layout: Layout, clust
     link = moved.link
     if cluster is not None:
         largest = max(max(stage) for stage in gradient_bytes(profile, layout))
-        sizes = _table_sizes(max(largest, rules.bucket_bytes))
-        link = dataclasses.replace(link, all_reduce=tuple((size, cluster.all_reduce_ms(size, dense)) for size in sizes))
+        link = times_of_reductions(link, cluster, max(largest, rules.bucket_bytes), dense)
     moved_rules = dataclasses.replace(rules, dense_ranks=dense, expert_ranks=experts)
     return dataclasses.replace(moved, link=link, gradients=moved_rules)
 

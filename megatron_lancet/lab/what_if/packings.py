@@ -4,7 +4,7 @@ The documents of a step are the same in all ways. The way without packing, one d
 sequence length, has micro-batches of as many rows as the profile's and as many of them as it needs; the other ways have
 the profile's number of micro-batches.
 
-With pipelines a step is that of 1F1B, the sum over columns and (stages - 1) times the longest.
+With pipelines a step is 1F1B's: the sum over columns and (stages - 1) times the longest.
 """
 
 import random
@@ -31,7 +31,7 @@ type Packing = Callable[[Drawn], Ranks]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step has.
+    """The documents and settings of a step.
 
     Attributes:
         num_ranks: data-parallel ranks.
@@ -64,7 +64,7 @@ class PackedStep:
     Attributes:
         step_ms: mean over the drawn steps.
         tokens_per_s: of documents, on all ranks.
-        over_first: ``tokens_per_s`` over that of the first way.
+        over_first: ``tokens_per_s`` over the first way's.
         spread: by how much the quickest rank's compute of a micro-batch is below the slowest rank's, relative to that;
             mean over micro-batches, weighted by the latter.
         padding: share of the computed positions that belong to no document.
@@ -110,7 +110,7 @@ def in_steps(histogram: Mapping[int, int], seq_length: int) -> dict[int, int]:
             tokens = min(length - 1, seq_length)
             seen[tokens] = seen.get(tokens, 0) + count
     if not seen:
-        raise UsageError("no document has two tokens, a token and its label; nothing can be learned from them")
+        raise UsageError("no document has two tokens, a token and its label; a step would have no label")
     return seen
 
 
@@ -125,7 +125,7 @@ def documents_that_fill(histogram: Mapping[int, int], num_tokens: float) -> int:
 
 
 def draw(histogram: Mapping[int, int], setting: Setting, num_steps: int, seed: int) -> list[Drawn]:
-    """Documents of so many steps, drawn with replacement."""
+    """Documents of that many steps, drawn with replacement."""
     dice = random.Random(seed)  # noqa: S311 - draws documents, keeps no secret
     lengths, limits = list(histogram), list(accumulate(histogram.values()))
     return [
@@ -166,7 +166,7 @@ def predict_packings(
 
     Args:
         ways: by name; the others are compared with the first.
-        beside_ms: of a step beside its micro-batches: optimizer and reductions that nothing hides.
+        beside_ms: of a step next to its micro-batches: optimizer and reductions that nothing hides.
 
     Raises:
         UsageError: there are fewer documents than micro-batches.

@@ -1,4 +1,4 @@
-"""What attention to one more position costs, from the sizes of a model."""
+"""Cost of attention to one more position, from the sizes of a model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def _mlp_weights(settings: Any, ffn_size: int | None = None) -> int:
 
 
 def _expert_weights(settings: Any) -> int:
-    """Weights that a token is multiplied with: those of its experts, of the shared ones and of the router."""
+    """Weights that a token is multiplied with: of its experts, of the shared experts and of the router."""
     chosen = settings.moe_router_topk * _mlp_weights(settings, settings.moe_ffn_hidden_size)
     shared_size = settings.moe_shared_expert_intermediate_size
     shared = _mlp_weights(settings, shared_size) if shared_size else 0

@@ -31,7 +31,7 @@ from megatron_lancet.model.samples import Documents
 from megatron_lancet.runtime.device import on_cuda
 
 _KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether the kernel for documents takes fewer key heads than query heads; that of torch 2.11 does not say so."""
+"""Whether the kernel for documents takes fewer key heads than query heads; torch 2.11's does not say so."""
 
 
 def sdpa_blockers(settings: Any) -> list[str]:
@@ -132,7 +132,7 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
 
         Args:
             attention_mask: [b or 1, 1, s, s'] or None.
-            documents: those of the samples; None where a sample is one.
+            documents: the documents of the samples; None where a sample is one.
         """
         if documents is None:
             return self._attend_with_mask(query, key, value, attention_mask)
@@ -173,8 +173,8 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
             query.transpose(0, 1).flatten(0, 1),
             documents.keys_in_order(key, first),
             documents.keys_in_order(value, first),
-            bounds.of_queries,
-            bounds.of_keys,
+            bounds.query_ends,
+            bounds.key_ends,
             bounds.most_queries,
             bounds.most_keys,
             scale=self._scale(),
@@ -218,7 +218,7 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
 
         Args:
             attention_mask: [b or 1, 1, s, S] or None; none of Megatron's allows a later position.
-            documents: those of the samples; None where a sample is one.
+            documents: the documents of the samples; None where a sample is one.
         """
         group = self.pg_collection.cp
         both = gather_positions(torch.cat([key, value], dim=-1), group)

@@ -1,4 +1,4 @@
-"""Chooses a layer's core attention by its plan: the one that Megatron built, or one whose chunks see earlier ones."""
+"""Chooses a layer's core attention by its plan: Megatron's, or attention whose chunks see earlier chunks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Dispatch and combine by all-to-all, without state between calls, since several chunks are in flight at a time.
 
-Permutations and message contents are those of Megatron's all-to-all dispatcher, split at the messages. Where
+Permutations and message contents equal Megatron's all-to-all dispatcher's, split at the messages. Where
 experts are cut by tensor parallelism, each rank receives its own tokens' rows, and the ranks that hold the parts of the
 same experts then gather each other's: every one computes its part for all of them, and the parts' outputs are summed.
 
@@ -137,9 +137,7 @@ class AllToAllDispatcher:
         assert probs_n is not None
         return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """The rows as they are; see :class:`Dispatcher`."""
         tokens_nH, probs_n = rows
         return PlainRows(tokens_nH, probs_n, None)
@@ -147,7 +145,7 @@ class AllToAllDispatcher:
     def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
         """Returns the counts that are sent, [P * V * e]."""
         counts = routing_map_tE.sum(dim=0).view(self._num_ranks, 1, self._num_local_experts)
-        # All holders of an expert learn of its rows, though one of them receives them from here.
+        # All expert-TP ranks of an expert get its counts, though one of them receives the rows from here.
         return counts.expand(-1, self.tp_size, -1).flatten()
 
     def collect(
@@ -156,7 +154,7 @@ class AllToAllDispatcher:
         """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
         tokens, probs = received
         if self.tp_size > 1:
-            holders = list(routes.rows_by_holder)
+            holders = list(routes.rows_by_expert_tp_rank)
             tokens, probs = (
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
@@ -204,7 +202,7 @@ class AllToAllDispatcher:
         if self.tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
-            output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
+            output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_expert_tp_rank)
         )
         return summed_rH.to(output_mH.dtype)
 

@@ -1,4 +1,4 @@
-"""What the ops of a layer ask of a dispatcher, whatever a row stands for.
+"""The interface of dispatchers for the ops of a layer, whatever a row stands for.
 
 Legend of shapes: t tokens of the chunk, E experts, Q ranks that exchange counts, c counts for each, N rows sent, M rows
 that the local experts' rank works on, m rows of the local experts, H hidden size.
@@ -107,9 +107,7 @@ class Dispatcher(Protocol):
             The rows, and how to put them back.
         """
 
-    def of_each_expert(
-        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
-    ) -> PlainRows:
+    def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Expands the rows that a chunk sends to plain rows: one row for each token and expert.
 
         Args:
@@ -121,7 +119,7 @@ class Dispatcher(Protocol):
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: Any, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """What is kept for the experts of the rows received: tokens [M, H] and their probabilities [M, ...]."""
+        """The tensors kept for the experts from the rows received: tokens [M, H] and their probabilities [M, ...]."""
 
     def through_experts(
         self,

@@ -1,6 +1,6 @@
 """Rows that stand for a token and a group of experts: made of tokens, expanded to a row per expert, and summed again.
 
-Legend of shapes: t tokens, G groups of experts (those of a rank, or of a node), e experts of a group, c = ceil(e / 8)
+Legend of shapes: t tokens, G groups of experts (of a rank, or of a node), e experts of a group, c = ceil(e / 8)
 numbers that hold their choice, d rows (one per token and group that has any of its experts), m rows per expert,
 H hidden size.
 """
@@ -16,7 +16,7 @@ from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 _BITS = 8
-"""Choices in one number: every type of probabilities holds integers of so many bits exactly."""
+"""Choices in one number: every type of probabilities holds integers of this many bits exactly."""
 
 
 class Rows(NamedTuple):
@@ -90,15 +90,15 @@ def through_experts(
         run: maps rows [m, H] and their probabilities [m], ordered by expert, to outputs [m, H].
         choice_d: of :class:`Rows`, for one group of experts.
         rows_per_expert: [e], on the host.
-        order_d: the rows, in the order that those of one expert shall have; None for that of the rows.
+        order_d: the order for rows of one expert; None for the order of the rows.
     """
     num_rows = int(rows_per_expert.sum())
-    made = _of_each_expert(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
+    made = _expand_group(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
     assert made.place is not None
     return summed(run(made.tokens, made.probs), made.place, len(tokens_dH))
 
 
-def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
+def expand(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
     """Makes a row for each token and expert of distinct rows of several groups of experts.
 
     Args:
@@ -111,7 +111,7 @@ def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per
     for group, size in enumerate(groups):
         own = slice(start, start + size)
         num_rows = sum(rows_per_expert[group * num_experts : (group + 1) * num_experts])
-        part = _of_each_expert(tokens_dH[own], choice_d[own], num_experts, num_rows)
+        part = _expand_group(tokens_dH[own], choice_d[own], num_experts, num_rows)
         assert part.place is not None
         made.append((part.tokens, part.probs, part.place + start))
         start += size
@@ -119,7 +119,7 @@ def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per
     return PlainRows(tokens, probs, place)
 
 
-def _of_each_expert(
+def _expand_group(
     tokens_dH: torch.Tensor,
     choice_d: torch.Tensor,
     num_experts: int,
@@ -166,7 +166,7 @@ def summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Te
 
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Packs bools [d, e] into numbers [d, c]: these travel with the probabilities."""
+    """Packs bools [d, e] into numbers [d, c], which are sent with the probabilities."""
     padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
     values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
     # Where no row is sent, a -1 in the shape would be ambiguous.
@@ -204,19 +204,19 @@ class DistinctRoutes:
 
     Attributes:
         splits: distinct rows to and from each rank of the expert-parallel group.
-        rows_by_holder: distinct rows of each rank that holds a part of the same experts, V in all.
+        rows_by_expert_tp_rank: distinct rows of each rank that holds a part of the same experts, V in all.
         rows_per_expert: [e], rows for each local expert, on the host.
-        num_rows: rows per expert that are made of what arrives here, without what other holders gather.
+        num_rows: rows per expert that are made of arriving rows, without rows that other expert-TP ranks gather.
     """
 
     splits: RowSplits
-    rows_by_holder: tuple[int, ...]
+    rows_by_expert_tp_rank: tuple[int, ...]
     rows_per_expert: torch.Tensor
     num_rows: int
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
-        """Rows of a message, from the counts that its receiver is told."""
+        """Rows of a message, from the counts that its receiver gets."""
         return counts[0]
 
     @staticmethod
@@ -233,7 +233,7 @@ class DistinctRoutes:
         per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][-num_experts:]
         return DistinctRoutes(
             splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
-            rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
+            rows_by_expert_tp_rank=tuple(sum(received[tp_rank::tp_size]) for tp_rank in range(tp_size)),
             rows_per_expert=torch.tensor(per_expert),
             num_rows=sum(sum(by_peer[-num_experts:]) for by_peer in counts.received[tp_rank::tp_size]),
         )

@@ -1,4 +1,4 @@
-"""How many rows travel between which ranks; known once the token counts have been exchanged, or in advance.
+"""How many rows are sent between which ranks; known once the token counts have been exchanged, or in advance.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
@@ -16,13 +16,13 @@ from megatron_lancet.runtime.transport.base import TokenCounts
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert. What is made of them on a device is made once, when it is asked for.
+    """Rows of one chunk by rank and by expert. Device tensors are made once, when first used.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
         rows_by_source: [V * P, e], rows for each local expert from each rank whose tokens it sees, on the device of the
             rows. All that come by way of one rank of the expert-tensor-parallel group are together.
-        rows_by_holder: rows r of each rank that holds a part of the same experts, V in all, sums to m.
+        rows_by_expert_tp_rank: rows r of each rank that holds a part of the same experts, V in all, sums to m.
         rows_per_expert: [e], rows for each local expert, on the host.
         by_peer: [P * V][e], rows from each rank for each local expert, as many as for each of that rank's; only of
             routes that are known without token counts.
@@ -31,27 +31,27 @@ class Routes:
 
     splits: RowSplits
     rows_by_source: torch.Tensor
-    rows_by_holder: tuple[int, ...]
+    rows_by_expert_tp_rank: tuple[int, ...]
     rows_per_expert: torch.Tensor
     by_peer: Sequence[Sequence[int]] = ()
     are_by_expert: bool = False
     _orders: dict[bool, RowOrder] = field(default_factory=dict)
 
     def expert_order(self, last_expert_first: bool = False) -> RowOrder:
-        """From the order of the sources to that of the local experts; m rows."""
+        """From the order of the sources to the order of the local experts; m rows."""
         if last_expert_first not in self._orders:
-            num_rows = sum(self.rows_by_holder)
+            num_rows = sum(self.rows_by_expert_tp_rank)
             self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
         return self._orders[last_expert_first]
 
     @property
     def num_rows(self) -> int:
-        """Rows per expert that arrive here, without what other holders gather: r."""
+        """Rows per expert that arrive here, without rows that other expert-TP ranks gather: r."""
         return sum(self.splits.received)
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
-        """Rows of a message, from the counts that its receiver is told."""
+        """Rows of a message, from the counts that its receiver gets."""
         return sum(counts)
 
     @staticmethod
@@ -69,8 +69,8 @@ class Routes:
                 sent=tuple(sum(by_expert) for by_expert in counts.sent[::tp_size]),
                 received=tuple(received_rows[tp_rank::tp_size]),
             ),
-            rows_by_source=by_holder(counts.received_on_device, tp_size),
-            rows_by_holder=tuple(sum(received_rows[holder::tp_size]) for holder in range(tp_size)),
+            rows_by_source=by_expert_tp_rank(counts.received_on_device, tp_size),
+            rows_by_expert_tp_rank=tuple(sum(received_rows[tp_rank::tp_size]) for tp_rank in range(tp_size)),
             rows_per_expert=torch.tensor([sum(of_expert) for of_expert in zip(*counts.received, strict=True)]),
         )
 
@@ -88,7 +88,7 @@ class Routes:
         return Routes(
             splits=RowSplits(sent=rows, received=rows),
             rows_by_source=torch.full((tp_size * num_ranks, num_experts), rows_per_expert, device=device),
-            rows_by_holder=(sum(rows),) * tp_size,
+            rows_by_expert_tp_rank=(sum(rows),) * tp_size,
             rows_per_expert=torch.full((num_experts,), tp_size * num_ranks * rows_per_expert),
             by_peer=[[rows_per_expert] * num_experts] * (tp_size * num_ranks),
         )
@@ -112,12 +112,12 @@ class Routes:
         """Rows to each rank, this one included; see :meth:`PendingRoutes.sent`."""
         return self.splits.sent
 
-    def tells(self) -> Sequence[Sequence[int]]:
-        """Of routes that are even; see :meth:`PendingRoutes.tells`."""
+    def sent_counts(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.sent_counts`."""
         return self.by_peer
 
-    def told(self) -> Sequence[Sequence[int]]:
-        """Of routes that are even; see :meth:`PendingRoutes.told`."""
+    def received_counts(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.received_counts`."""
         return self.by_peer
 
     def received_row_counts(self) -> Sequence[int]:
@@ -125,7 +125,7 @@ class Routes:
         return list(map(sum, self.by_peer))
 
 
-def by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
+def by_expert_tp_rank(received: torch.Tensor, tp_size: int) -> torch.Tensor:
     """Orders counts [P * V, e] by rank of the expert-tensor-parallel group first; without one they are in order."""
     if tp_size == 1:
         return received
@@ -148,18 +148,18 @@ class KnownRoutes(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Rows per expert that arrive here, without what other holders gather."""
+        """Rows per expert that arrive here, without rows that other expert-TP ranks gather."""
 
 
 class CountsLimit(Protocol):
-    """A limit that needs the counts of all ranks: they travel behind the counts of a dispatch."""
+    """A limit that needs the counts of all ranks, which are sent behind the counts of a dispatch."""
 
     def with_counts_of_all(
         self, count: Callable[[], torch.Tensor], routing_map_tE: torch.Tensor, num_peers: int
     ) -> torch.Tensor:
         """The counts to send: the result of ``count``, and what the limit adds for each peer."""
 
-    def of_dispatch(self, counts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def dispatch_counts(self, counts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Counts of the dispatch alone, out of what was sent to each peer."""
 
     def look_at(self, counts: TokenCounts) -> TokenCounts:
@@ -189,7 +189,7 @@ class PendingRoutes[R: KnownRoutes]:
         """
         Args:
             make: makes the routes of the counts.
-            rows_to: rows of a message, from the counts that its receiver is told.
+            rows_to: rows of a message, from the counts that its receiver gets.
             tp_size: V.
             limit: a limit that is not known to be kept before all counts are; None without one.
         """
@@ -208,14 +208,14 @@ class PendingRoutes[R: KnownRoutes]:
 
     def sent(self) -> Sequence[int]:
         """Waits for this rank's own counts; its rows to each rank, its own included."""
-        return [self._rows_to(of_peer) for of_peer in self.tells()[:: self._tp_size]]
+        return [self._rows_to(of_peer) for of_peer in self.sent_counts()[:: self._tp_size]]
 
-    def tells(self) -> Sequence[Sequence[int]]:
-        """Waits for this rank's own counts; what it tells each peer, [P * V][...]: rows by expert, or more."""
+    def sent_counts(self) -> Sequence[Sequence[int]]:
+        """Waits for this rank's own counts, which it sends to each peer, [P * V][...]: rows by expert, or more."""
         if not self._own:
             self._own = self.counts.wait_for_own()
             if self.limit is not None:
-                self._own = self.limit.of_dispatch(self._own)
+                self._own = self.limit.dispatch_counts(self._own)
         return self._own
 
     def wait(self) -> R:
@@ -228,19 +228,19 @@ class PendingRoutes[R: KnownRoutes]:
             self._routes = self._make(counts)
         return self._routes
 
-    def told(self) -> Sequence[Sequence[int]]:
-        """Waits for the counts; what each peer tells, [P * V][...]: rows by expert, or more."""
+    def received_counts(self) -> Sequence[Sequence[int]]:
+        """Waits for the counts of each peer, [P * V][...]: rows by expert, or more."""
         self.wait()
         return self._received
 
     def received_row_counts(self) -> Sequence[int]:
         """Waits for the counts; rows of a message from each peer, [P * V]."""
-        return [self._rows_to(of_peer) for of_peer in self.told()]
+        return [self._rows_to(of_peer) for of_peer in self.received_counts()]
 
     def received(self) -> list[list[int]]:
         """Waits for the counts; rows for each local expert from each peer, [P * V][e]."""
         num_experts = len(self.wait().rows_per_expert)
-        return [of_peer[-num_experts:] for of_peer in self._received]  # behind what else a dispatch tells its peers
+        return [of_peer[-num_experts:] for of_peer in self._received]  # behind a dispatch's other counts
 
     def to_launch(self) -> "PendingRoutes[R]":
         """The splits of the dispatch, which are not known yet."""

@@ -1,4 +1,4 @@
-"""Moves rows from the order of their sources to that of the experts and back, by one kernel in each direction.
+"""Moves rows from the order of their sources to the order of the experts and back, by one kernel in each direction.
 
 Megatron splits the rows into a part for each source and expert and concatenates the parts: a few views for each of
 them, which cost the host more than the copy takes on a GPU. Here the index of every row is computed on the rows' device
@@ -21,7 +21,7 @@ def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
 
 
 class RowOrder:
-    """A permutation of m rows, and the one that undoes it.
+    """A permutation of m rows, and its inverse.
 
     Attributes:
         index_m: the present place of each row of the new order.
@@ -44,7 +44,7 @@ class RowOrder:
             num_rows: their sum, m.
             last_expert_first: order the experts from the last to the first.
         """
-        return RowOrder._of_parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
+        return RowOrder._parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
 
     @staticmethod
     def by_dims(sizes: torch.Tensor, dims: Sequence[int], num_rows: int) -> "RowOrder":
@@ -55,10 +55,10 @@ class RowOrder:
             dims: the dimensions in the new order.
             num_rows: their sum, m.
         """
-        return RowOrder._of_parts(sizes, lambda values: values.permute(*dims), num_rows)
+        return RowOrder._parts(sizes, lambda values: values.permute(*dims), num_rows)
 
     @staticmethod
-    def _of_parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
+    def _parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
         """
         Args:
             sizes: number of rows of each part, in their present order.
@@ -83,7 +83,7 @@ class RowOrder:
 
 
 class _Reordered(torch.autograd.Function):
-    """Indexed rows, whose gradient is indexed by the inverse: that of ``index_select`` would be added up row by row."""
+    """Indexed rows, whose gradient is indexed by the inverse; ``index_select``'s would be added up row by row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index_m: torch.Tensor, inverse_m: torch.Tensor) -> torch.Tensor:

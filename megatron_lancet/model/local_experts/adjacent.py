@@ -3,7 +3,7 @@
 Megatron's DDP lays out its buffers in reverse order of the parameters: fc2 of the last expert comes first, then its
 fc1, then fc2 of the expert before. So the main gradients of one linear layer lie at equal distances, the last expert
 first, except where a bucket ends with padding. With the distributed optimizer DDP keeps the parameters in such a
-buffer, too; without it each has memory of its own, and :func:`lay_side_by_side` moves them.
+buffer; without it each has memory of its own, and :func:`lay_side_by_side` moves them.
 
 Legend of shapes: e experts, O outputs, I inputs of a linear layer.
 """
@@ -47,8 +47,8 @@ class AdjacentTensors:
 def lay_side_by_side(parameters_OI: Sequence[torch.nn.Parameter]) -> None:
     """Moves parameters that have memory of their own into common memory, the last expert first.
 
-    Names, identities and values stay the same. Parameters that lie in a larger buffer, such as that of the distributed
-    optimizer, stay where they are. For a moment the memory of the parameters is needed twice.
+    Names, identities and values stay the same. Parameters that lie in a larger buffer, such as the buffer of the
+    distributed optimizer, stay where they are. For a moment the memory of the parameters is needed twice.
     """
     if any(weight.untyped_storage().nbytes() != weight.nbytes for weight in parameters_OI):
         return

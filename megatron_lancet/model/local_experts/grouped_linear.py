@@ -59,7 +59,7 @@ class LinearOfExperts(torch.nn.Module):
             multiply = functools.partial(multiply_together, rows, self._weights)
             if self._linears[0].store.part is None:
                 defer = functools.partial(self._defer_together, rows)
-            else:  # the rows of an expert's other parts do not lie beside these
+            else:  # the rows of an expert's other parts do not lie next to these
                 defer = functools.partial(_defer_one_by_one, deferrals[::-1], rows.sizes)
         else:
             multiply = functools.partial(multiply_one_by_one, rows)

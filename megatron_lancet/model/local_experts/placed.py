@@ -1,4 +1,4 @@
-"""Modules of local experts that may be any of the layer's: their tensors by place, their names in checkpoints.
+"""Modules of local experts that may be any of the layer's: their tensors by slot, their names in checkpoints.
 
 Megatron numbers the experts of a rank from its rank on. In a checkpoint they keep the numbers of the model, whichever
 rank holds them, so that it can be loaded under any placement, and by stock.
@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.routing.placement import Slots
 
 _NAMES = re.compile(r"local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+)")
 """Parameters of sequential experts, and of Transformer Engine's grouped ones."""
@@ -26,38 +26,38 @@ class PlacedExperts(MegatronModule):
     """Base of modules of local experts.
 
     Attributes:
-        places: where the layer's experts are; None where Megatron has placed them.
+        slots: where the layer's experts are; None where Megatron has placed them.
     """
 
-    places: Places | None = None
+    slots: Slots | None = None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
         """Megatron's, with the experts' own numbers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return numbered_as_in_model(state, self.places, len(sharded_offsets), metadata)
+        return numbered_as_in_model(state, self.slots, len(sharded_offsets), metadata)
 
 
 class PlacedTEGroupedMLP(PlacedExperts, TEGroupedMLP):
-    """Megatron's grouped experts of Transformer Engine, at the places of :attr:`places`."""
+    """Megatron's grouped experts of Transformer Engine, at the slots of :attr:`slots`."""
 
 
 def numbered_as_in_model(
-    state: dict[str, Any], places: Places | None, axis: int, metadata: dict[str, Any] | None
+    state: dict[str, Any], slots: Slots | None, axis: int, metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Gives the parts of a sharded state the logical numbers of their experts, in place.
 
     Args:
-        state: Megatron's, whose parts have the numbers of places.
-        places: None for Megatron's placement.
+        state: Megatron's, whose parts have the numbers of slots.
+        slots: None for Megatron's placement.
         axis: dimension of the experts in the global tensors.
         metadata: of Megatron's checkpoint.
     """
-    if places is None:
+    if slots is None:
         return state
     assert not (metadata or {}).get("singleton_local_shards", False), "names of experts in keys are not known here"
-    experts = places.experts  # a checkpoint that is written in the background keeps those of now
+    experts = slots.experts  # a checkpoint that is written in the background keeps the present ones
 
     def renumber(part: Any) -> Any:
         if isinstance(part, ShardedTensor | ShardedObject):
@@ -74,11 +74,11 @@ def numbered_as_in_model(
     return state
 
 
-def parameters_of_places(experts: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+def parameters_of_slots(experts: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
     """The parameters of each local expert; of all experts in the same order.
 
     Raises:
-        UsageError: a parameter is not that of one expert.
+        UsageError: a parameter belongs to several experts.
     """
     found: defaultdict[int, dict[str, torch.nn.Parameter]] = defaultdict(dict)
     for name, parameter in experts.named_parameters():
@@ -88,9 +88,9 @@ def parameters_of_places(experts: torch.nn.Module) -> list[list[torch.nn.Paramet
                 f"--lancet-expert-placement moves the weights of single experts, and {name} is not one expert's. Drop "
                 "the flag."
             )
-        place, within = (match[1], match[2]) if match[1] is not None else (match[4], match[3])
-        found[int(place)][within] = parameter
-    return [[found[place][name] for name in sorted(found[place])] for place in sorted(found)]
+        slot, within = (match[1], match[2]) if match[1] is not None else (match[4], match[3])
+        found[int(slot)][within] = parameter
+    return [[found[slot][name] for name in sorted(found[slot])] for slot in sorted(found)]
 
 
 def exchange(
@@ -99,40 +99,40 @@ def exchange(
     after: Sequence[int],
     group: torch.distributed.ProcessGroup,
 ) -> int:
-    """Moves experts to other places, directly from rank to rank, by one message. Collective over ``group``.
+    """Moves experts to other slots, directly from rank to rank, by one message. Collective over ``group``.
 
     Args:
-        tensors_of: tensors of each local place, with the same shapes and types for all places.
-        before: expert of each place of the group.
-        after: those of afterwards.
+        tensors_of: tensors of each local slot, with the same shapes and types for all slots.
+        before: expert of each slot of the group.
+        after: expert of each slot afterwards.
 
     Returns:
         Bytes that this rank has sent to others.
     """
     num_ranks, rank = group.size(), group.rank()
     per_rank = len(before) // num_ranks
-    source = {expert: place for place, expert in enumerate(before)}
-    moves = [(source[expert], place) for place, expert in enumerate(after) if before[place] != expert]
+    source = {expert: slot for slot, expert in enumerate(before)}
+    moves = [(source[expert], slot) for slot, expert in enumerate(after) if before[slot] != expert]
     if not moves:
         return 0
     size = sum(tensor.nbytes for tensor in tensors_of[0])
     sends: list[list[int]] = [[] for _ in range(num_ranks)]
     receives: list[list[int]] = [[] for _ in range(num_ranks)]
-    for old, new in moves:  # both ends of a message list its experts in the order of their new places
+    for old, new in moves:  # both ends of a message list its experts in the order of their new slots
         if old // per_rank == rank:
             sends[new // per_rank].append(old % per_rank)
         if new // per_rank == rank:
             receives[old // per_rank].append(new % per_rank)
-    sent = [_as_bytes(tensors_of[place]) for to_rank in sends for place in to_rank]
+    sent = [_as_bytes(tensors_of[slot]) for to_rank in sends for slot in to_rank]
     like = tensors_of[0][0]
     outgoing = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=like.device)
     arrived = outgoing.new_empty(size * sum(map(len, receives)))
     torch.distributed.all_to_all_single(
         arrived, outgoing, [size * len(one) for one in receives], [size * len(one) for one in sends], group=group
     )
-    arriving = (place for from_rank in receives for place in from_rank)
-    for place, content in zip(arriving, arrived.split(size) if len(arrived) else (), strict=True):
-        _fill(tensors_of[place], content)
+    arriving = (slot for from_rank in receives for slot in from_rank)
+    for slot, content in zip(arriving, arrived.split(size) if len(arrived) else (), strict=True):
+        _fill(tensors_of[slot], content)
     return size * (sum(map(len, sends)) - len(sends[rank]))
 
 

@@ -1,7 +1,7 @@
-"""Places of experts: a layer's experts in an order of our own, of which each rank holds its part.
+"""Slots of experts: a layer's experts in an order of our own, of which each rank holds its part.
 
 Inside the router, and so in losses, expert bias, logs and checkpoints, experts have the model's numbers (logical ones).
-What leaves the router is by place; dispatchers, counts and the experts' modules know places only. A placement is a
+The router's output is by slot; dispatchers, counts and the experts' modules use only slots. A placement is a
 permutation, so that gradients of experts are stock's; sums over a token's experts run in another order.
 
 Legend of shapes: t tokens, E experts.
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 
-class Places:
-    """Which expert each place of a layer holds; the places of a rank are neighbours, in rank order."""
+class Slots:
+    """The expert in each slot of a layer; the slots of a rank are neighbours, in rank order."""
 
     def __init__(self, experts: Sequence[int], rank: int, num_ranks: int) -> None:
         """
         Args:
-            experts: the logical expert of each place.
+            experts: the logical expert of each slot.
             rank: this rank's place in the expert-parallel group.
             num_ranks: ranks of the group.
         """
@@ -27,25 +27,25 @@ class Places:
         self.hold(experts)
 
     def hold(self, experts: Sequence[int]) -> None:
-        """Changes the experts of the places. All ranks of the group must do so between the same two steps."""
+        """Changes the experts of the slots. All ranks of the group must do so between the same two steps."""
         assert sorted(experts) == list(range(len(experts))), experts
         self.experts = tuple(experts)
-        self._expert_of_place = torch.tensor(experts)
-        self._place_of_expert = torch.argsort(self._expert_of_place)
+        self._expert_of_slot = torch.tensor(experts)
+        self._slot_of_expert = torch.argsort(self._expert_of_slot)
 
     @property
     def local_experts(self) -> tuple[int, ...]:
-        """The logical expert of each place of this rank."""
+        """The logical expert of each slot of this rank."""
         num_local = len(self.experts) // self._num_ranks
         return self.experts[num_local * self._rank : num_local * (self._rank + 1)]
 
     def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and routing map of experts, [t, E] each, by place."""
-        if self._expert_of_place.device != probs_tE.device:
-            self._expert_of_place = self._expert_of_place.to(probs_tE.device)
-            self._place_of_expert = self._place_of_expert.to(probs_tE.device)
-        probs = _PermutedColumns.apply(probs_tE, self._expert_of_place, self._place_of_expert)
-        return probs, routing_map_tE.index_select(1, self._expert_of_place)
+        """Probabilities and routing map of experts, [t, E] each, by slot."""
+        if self._expert_of_slot.device != probs_tE.device:
+            self._expert_of_slot = self._expert_of_slot.to(probs_tE.device)
+            self._slot_of_expert = self._slot_of_expert.to(probs_tE.device)
+        probs = _PermutedColumns.apply(probs_tE, self._expert_of_slot, self._slot_of_expert)
+        return probs, routing_map_tE.index_select(1, self._expert_of_slot)
 
 
 class _PermutedColumns(torch.autograd.Function):

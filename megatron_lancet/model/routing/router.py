@@ -1,12 +1,12 @@
-"""Routing of chunks with the statistics of the whole micro-batch.
+"""Routing of chunks with the statistics of the full micro-batch.
 
-Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
-products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
-Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
+Top-k routing looks at one token at a time, so chunks are routed like the micro-batch. The balancing losses do not: they
+are products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives,
+and Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch,
+tokens in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
 :class:`RouterLoss` uses the same tokens.
 
-Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
+Legend of shapes: S sequence length, B micro-batch size, s / b the same of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
 """
 
@@ -26,12 +26,12 @@ from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.samples import Documents
 
 
-class Places(Protocol):
-    """Which expert each place of a layer holds; the places of a rank are neighbours, in rank order.
+class Slots(Protocol):
+    """The expert in each slot of a layer; the slots of a rank are neighbours, in rank order.
 
     Attributes:
-        experts: the logical expert of each place.
-        local_experts: the logical expert of each place of this rank.
+        experts: the logical expert of each slot.
+        local_experts: the logical expert of each slot of this rank.
     """
 
     @property
@@ -40,7 +40,7 @@ class Places(Protocol):
     def local_experts(self) -> Sequence[int]: ...
 
     def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and routing map of experts, [t, E] each, by place."""
+        """Probabilities and routing map of experts, [t, E] each, by slot."""
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -56,7 +56,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class RouterLoss(Protocol):
-    """A loss beside Megatron's balancing losses, of one rank's tokens of a micro-batch."""
+    """A loss next to Megatron's balancing losses, of one rank's tokens of a micro-batch."""
 
     @property
     def name(self) -> str:
@@ -70,11 +70,11 @@ class RouterLoss(Protocol):
     def coeff(self) -> float:
         """By which the loss is multiplied, and which Megatron's log leaves out."""
 
-    def at_places_of(self, experts: Sequence[int]) -> "RouterLoss":
+    def at_slots_of(self, experts: Sequence[int]) -> "RouterLoss":
         """The same loss where experts are on other ranks.
 
         Args:
-            experts: the expert of each place.
+            experts: the expert of each slot.
         """
 
     def __call__(self, scores_TE: torch.Tensor) -> torch.Tensor:
@@ -89,10 +89,10 @@ class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
     Attributes:
-        places: where the experts are; None where Megatron has placed them.
+        slots: where the experts are; None where Megatron has placed them.
     """
 
-    places: Places | None = None
+    slots: Slots | None = None
     _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
     _further_loss: RouterLoss | None = None
@@ -105,7 +105,7 @@ class ChunkedTopKRouter(TopKRouter):
         """Drops logits of the last micro-batch, which remain only if its forward pass failed.
 
         Args:
-            documents: those of the micro-batch; None where a sample is one.
+            documents: the documents of the micro-batch; None where a sample is one.
         """
         self._earlier = []
         self._documents = documents
@@ -113,17 +113,17 @@ class ChunkedTopKRouter(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes the tokens of a chunk; without ``chunk`` as Megatron routes a whole micro-batch.
+        """Routes the tokens of a chunk; without ``chunk`` as Megatron routes an unchunked micro-batch.
 
         Args:
             input: [s, b, H].
 
         Returns:
-            Probabilities [t, E] and routing map [t, E] (bool), by place. The balancing losses of the micro-batch are
+            Probabilities [t, E] and routing map [t, E] (bool), by slot. The balancing losses of the micro-batch are
             attached to the last chunk's probabilities.
         """
         probs, routing_map = self._forward(input, padding_mask, chunk)
-        return (probs, routing_map) if self.places is None else self.places.routed(probs, routing_map)
+        return (probs, routing_map) if self.slots is None else self.slots.routed(probs, routing_map)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Returns Megatron's logits [s, b, E]; their gradient is contiguous if Transformer Engine's GEMM reads it.
@@ -154,7 +154,7 @@ class ChunkedTopKRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes a whole micro-batch as Megatron does, and attaches the further loss.
+        """Routes an unchunked micro-batch as Megatron does, and attaches the further loss.
 
         Args:
             logits: [S, B, E].
@@ -188,7 +188,7 @@ class ChunkedTopKRouter(TopKRouter):
         _, scores_TE = compute_routing_scores_for_aux_loss(
             all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        further = self._further_loss if self.places is None else self._further_loss.at_places_of(self.places.experts)
+        further = self._further_loss if self.slots is None else self._further_loss.at_slots_of(self.slots.experts)
         loss = further(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
             probs, further.coeff, loss, further.name, self.tp_cp_group, valid_token_count=len(all_TE)
@@ -203,7 +203,7 @@ class ChunkedTopKRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """Attaches Megatron's balancing loss of sequences, or that of documents where each is one."""
+        """Attaches Megatron's balancing loss of sequences, or of documents where each is one."""
         coeff = self.get_aux_loss_coeff("seq_aux_loss")
         if coeff == 0 or self._documents is None or not self._documents.are_sequences:
             inputs = probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask

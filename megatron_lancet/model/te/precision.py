@@ -65,7 +65,7 @@ def _second_run(phase: AbstractContextManager[None], recipe: Any, group: Any) ->
     from transformer_engine.pytorch import fp8_autocast
 
     # A context that ends while gradients are enabled reduces the maxima over ranks and updates all scales. It also puts
-    # back which module is the first of a micro-batch, which ``phase`` overwrites: a forward may be under way beside the
+    # back which module is the first of a micro-batch, which ``phase`` overwrites: a forward may be under way during the
     # backward, and two first modules would update the scales of its backward twice.
     with torch.no_grad(), fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group), phase, torch.enable_grad():
         yield

@@ -19,7 +19,7 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which samples each rank computes in which micro-batch.
+    """The samples of each rank and micro-batch.
 
     Attributes:
         bins: per rank and micro-batch, the samples. Every sample is in one bin, and no bin is empty.
@@ -32,7 +32,7 @@ class Dealing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a dealing costs, in the units of :class:`DocumentCost`.
+    """The cost of a dealing, in the units of :class:`DocumentCost`.
 
     Attributes:
         bin_costs: per rank and micro-batch.
@@ -54,7 +54,7 @@ def balanced(drawn: Sequence[Sequence[int]], num_bins: int, cost: DocumentCost, 
     """Deal the samples of all ranks so that the bins of a column take nearly the same time on all of them.
 
     The sum over columns of the slowest bin is kept small, and the largest bin of all as well: the two terms of a step's
-    time, in a pipeline, too.
+    time, also in a pipeline.
 
     Args:
         drawn: per rank, tokens of its samples in the order drawn.
@@ -79,7 +79,7 @@ def bin_tokens(drawn: Sequence[Sequence[int]], dealing: Dealing) -> tuple[tuple[
 
 
 def predicted(drawn: Sequence[Sequence[int]], dealing: Dealing, cost: DocumentCost, num_stages: int = 1) -> Prediction:
-    """What a dealing costs where all ranks wait for the last one in every micro-batch.
+    """The cost of a dealing if all ranks wait for the last one in every micro-batch.
 
     Args:
         drawn: the samples that were dealt.

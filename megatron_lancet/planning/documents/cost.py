@@ -9,7 +9,7 @@ class DocumentCost:
 
     Attributes:
         tokens_per_pair: cost of one pair of a position and one that it attends to, itself included. 0 where attention
-            costs nothing beside the rest.
+            costs nothing.
     """
 
     tokens_per_pair: float

@@ -1,4 +1,4 @@
-"""Where a sequence of documents is cut into chunks: near equal cost, at the end of a document if one is near."""
+"""Cuts a sequence of documents into chunks: near equal cost, at the end of a document if one is near."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class _CostUpTo:
 
 
 def _end_near(costs: Sequence[_CostUpTo], wanted: float, distance: float, places: range) -> int:
-    """The one of ``places`` where the cost up to it is ``wanted``, or a document's end no farther from that than
+    """The place in ``places`` where the cost up to it is ``wanted``, or a document's end no farther from that than
     ``distance``.
     """
 
@@ -78,7 +78,7 @@ def _end_near(costs: Sequence[_CostUpTo], wanted: float, distance: float, places
 
 
 def _between(ends: Sequence[int], places: range, first: int, last: int) -> Sequence[int]:
-    """Those of ``ends`` from the place with index ``first`` to the one before index ``last``."""
+    """The ``ends`` from the place with index ``first`` to the place before index ``last``."""
     if first >= last:
         return ()
     return ends[bisect_left(ends, places[first]) : bisect_right(ends, places[last - 1])]

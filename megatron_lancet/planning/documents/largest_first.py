@@ -1,11 +1,11 @@
-"""Samples packed into bins of nearly equal cost: the largest first, each into the bin with the most room left."""
+"""Samples packed into bins of nearly equal cost: the largest first, each into the bin with the most free space."""
 
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 
 _NUM_PARTNERS = 8
-"""Bins with the most room that an overfull bin tries to exchange samples with."""
+"""Bins with the most free space that an overfull bin tries to exchange samples with."""
 
 _EVEN = 0.002
 """Bins that exceed their share of the step by less than this are even enough."""
@@ -40,7 +40,8 @@ def largest_first(
 
 
 def _shares(costs: Sequence[float], num_ranks: int, num_bins: int) -> list[float]:
-    """What each bin should cost, column after column: the same level, or the cost of the column's largest sample.
+    """The cost that each bin should have, column after column: the same level, or the cost of the column's largest
+    sample.
 
     The largest samples are seeds, ``num_ranks`` to a column. Shares add up to the cost of all samples unless the seeds
     alone exceed it.
@@ -58,7 +59,7 @@ def _shares(costs: Sequence[float], num_ranks: int, num_bins: int) -> list[float
 def _packed(
     lengths: Sequence[int], costs: Sequence[float], shares: Sequence[float], max_tokens: int | None
 ) -> list[list[int]] | None:
-    """Give each sample, largest first, to the bin whose share has the most room; None if the bound leaves no bin."""
+    """Give each sample, largest first, to the bin with the most free space; None if the bound leaves no bin."""
     bins: list[list[int]] = [[] for _ in shares]
     tokens = [0] * len(shares)
     room = [(-share, place) for place, share in enumerate(shares)]
@@ -87,7 +88,7 @@ def _packed(
 
 
 class _Exchange:
-    """Moves and exchanges of samples between a bin above its share and one with room, while the larger gets smaller."""
+    """Moves and exchanges of samples between a bin above its share and another, while the larger gets smaller."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ type Path = tuple[Choice, ...]
 
 
 class PathTable:
-    """What followed each path into one layer."""
+    """The choices that followed each path into one layer."""
 
     def __init__(self, num_experts: int) -> None:
         """

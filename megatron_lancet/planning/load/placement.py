@@ -1,10 +1,10 @@
-"""Which rank holds which expert: the placement of least cost for a measured load, and its file.
+"""Places experts on ranks: the placement of least cost for a measured load, and its file.
 
-A placement of a layer lists the (logical) expert of each place; the places of a rank are neighbours, in rank order, so
+A placement of a layer lists the (logical) expert of each slot; the slots of a rank are neighbours, in rank order, so
 that Megatron's own placement is 0, 1, 2, ... Every rank holds equally many experts.
 
 Cost, in rows: those that the most loaded rank works on; with nodes also those that the busiest node sends to others, or
-receives, per rank of it. All ranks wait for the most loaded one at each all-to-all. The search is that of common
+receives, per rank of it. All ranks wait for the most loaded one at each all-to-all. The search resembles common
 balancers (EPLB, SmartMoE): largest first onto the emptiest rank with room, then swaps of pairs while the cost falls.
 
 Legend: P ranks on N nodes, E experts.
@@ -41,7 +41,7 @@ def rows_of_ranks(rows_per_expert: Sequence[float], placement: Sequence[int], ep
     """Rows that each rank works on.
 
     Args:
-        placement: any number of places, and any number of them for an expert, whose rows they share evenly.
+        placement: any number of slots, and any number of them for an expert, whose rows they share evenly.
     """
     per_rank = len(placement) // ep_size
     copies = [0] * len(rows_per_expert)
@@ -68,10 +68,10 @@ def cost(load: LayerLoad, placement: Placement, ep_size: int, ranks_per_node: in
 def solve(load: LayerLoad, ep_size: int, ranks_per_node: int | None = None) -> Placement:
     """The placement of least cost that the search finds, the same on every machine; never worse than Megatron's.
 
-    Experts that stay on their rank stay in their place.
+    Experts that stay on their rank stay in their slot.
 
     Args:
-        ep_size: P, also another one than that of the load; tokens then come evenly from all nodes.
+        ep_size: P, which may differ from the load's; tokens then come evenly from all nodes.
         ranks_per_node: None for a single node.
 
     Raises:
@@ -92,7 +92,7 @@ def solve(load: LayerLoad, ep_size: int, ranks_per_node: int | None = None) -> P
 def swaps_of(
     load: LayerLoad, placement: Placement, ep_size: int, ranks_per_node: int | None = None
 ) -> list[tuple[int, int]]:
-    """Pairs of places whose experts are to swap, one pair after the other; each lowers the cost or evens other ranks.
+    """Pairs of slots whose experts are to swap, one pair after the other; each lowers the cost or evens other ranks.
 
     Returns:
         The pairs up to the last one that lowers the cost.
@@ -107,11 +107,11 @@ def swaps_of(
 
 
 def swapped(placement: Placement, swaps: Sequence[tuple[int, int]]) -> Placement:
-    """The placement after swaps of pairs of places, one after the other."""
-    places = list(placement)
+    """The placement after swaps of pairs of slots, one after the other."""
+    slots = list(placement)
     for one, other in swaps:
-        places[one], places[other] = places[other], places[one]
-    return tuple(places)
+        slots[one], slots[other] = slots[other], slots[one]
+    return tuple(slots)
 
 
 class _Ranks:
@@ -119,33 +119,33 @@ class _Ranks:
 
     def __init__(self, load: LayerLoad, placement: Placement, ep_size: int, ranks_per_node: int | None) -> None:
         self._total = load.rows_per_expert
-        self._places = list(placement)
+        self._slots = list(placement)
         self._per_rank = len(placement) // ep_size
         self.rows = [0] * ep_size
-        for place, expert in enumerate(placement):
-            self.rows[place // self._per_rank] += self._total[expert]
+        for slot, expert in enumerate(placement):
+            self.rows[slot // self._per_rank] += self._total[expert]
         self._ranks_per_node = ranks_per_node or ep_size
         num_nodes = ep_size // self._ranks_per_node
         self._from_node = _rows_by_node(load, ep_size, num_nodes)
         self.received = [0.0] * num_nodes
         self._sent = [float(sum(of_node)) for of_node in self._from_node]
-        for place, expert in enumerate(placement):
-            self._hold(self._node(place), expert, 1)
+        for slot, expert in enumerate(placement):
+            self._hold(self._node(slot), expert, 1)
 
     @property
     def placement(self) -> Placement:
-        return tuple(self._places)
+        return tuple(self._slots)
 
     @property
     def cost(self) -> float:
         return max(self.rows) + self._cost_of_nodes()
 
     def swaps(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of places and swaps their experts, the best pair first, until none is left.
+        """Yields pairs of slots and swaps their experts, the best pair first, until none is left.
 
         Among swaps of equal cost that by which ranks differ least: several ranks may have the most rows.
         """
-        for _ in range(_MAX_SWAPS_PER_EXPERT * len(self._places)):
+        for _ in range(_MAX_SWAPS_PER_EXPERT * len(self._slots)):
             best = min(self._candidates(), default=None)
             if best is None or best[:2] >= (self.cost, 0.0):
                 return
@@ -154,13 +154,13 @@ class _Ranks:
             yield one, other
 
     def _candidates(self) -> Iterator[tuple[float, float, int, int]]:
-        """Yields cost, growth of the sum of squares, and the places of swaps that may lower the cost."""
+        """Yields cost, growth of the sum of squares, and the slots of swaps that may lower the cost."""
         by_rows = sorted(range(len(self.rows)), key=lambda rank: -self.rows[rank])
         for one in self._critical_places():
             rank = one // self._per_rank
-            for other in range(len(self._places)):
+            for other in range(len(self._slots)):
                 other_rank = other // self._per_rank
-                moved = self._total[self._places[one]] - self._total[self._places[other]]
+                moved = self._total[self._slots[one]] - self._total[self._slots[other]]
                 if rank == other_rank or (moved <= 0 and len(self._sent) == 1):
                     continue
                 rows, other_rows = self.rows[rank] - moved, self.rows[other_rank] + moved
@@ -169,14 +169,14 @@ class _Ranks:
                 yield max(rows, other_rows, rest) + self._cost_of_nodes_after(one, other), growth, one, other
 
     def _critical_places(self) -> list[int]:
-        """Places of the ranks, and of the nodes, that have most."""
+        """Slots of the ranks, and of the nodes, that have most."""
         most = max(self.rows)
         ranks = {rank for rank, rows in enumerate(self.rows) if rows == most}
         if len(self._sent) > 1:
             of_nodes = [max(pair) for pair in zip(self._sent, self.received, strict=True)]
             node = of_nodes.index(max(of_nodes))
             ranks |= set(range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node))
-        return [place for place in range(len(self._places)) if place // self._per_rank in ranks]
+        return [slot for slot in range(len(self._slots)) if slot // self._per_rank in ranks]
 
     def _cost_of_nodes(self) -> float:
         return max(*self._sent, *self.received) / self._ranks_per_node if len(self._sent) > 1 else 0.0
@@ -192,24 +192,24 @@ class _Ranks:
         return after
 
     def _swap(self, one: int, other: int) -> None:
-        moved = self._total[self._places[one]] - self._total[self._places[other]]
+        moved = self._total[self._slots[one]] - self._total[self._slots[other]]
         self.rows[one // self._per_rank] -= moved
         self.rows[other // self._per_rank] += moved
         self._exchange(one, other)
-        self._places[one], self._places[other] = self._places[other], self._places[one]
+        self._slots[one], self._slots[other] = self._slots[other], self._slots[one]
 
     def _exchange(self, one: int, other: int) -> None:
-        for place, partner in ((one, other), (other, one)):
-            self._hold(self._node(place), self._places[place], -1)
-            self._hold(self._node(place), self._places[partner], 1)
+        for slot, partner in ((one, other), (other, one)):
+            self._hold(self._node(slot), self._slots[slot], -1)
+            self._hold(self._node(slot), self._slots[partner], 1)
 
     def _hold(self, node: int, expert: int, sign: int) -> None:
         own = self._from_node[node][expert]
         self.received[node] += sign * (self._total[expert] - own)
         self._sent[node] -= sign * own
 
-    def _node(self, place: int) -> int:
-        return place // self._per_rank // self._ranks_per_node
+    def _node(self, slot: int) -> int:
+        return slot // self._per_rank // self._ranks_per_node
 
 
 def _rows_by_node(load: LayerLoad, ep_size: int, num_nodes: int) -> list[list[float]]:
@@ -241,14 +241,14 @@ def _largest_first(rows_per_expert: Sequence[int], ep_size: int) -> Placement:
 
 
 def _settled(placement: Placement, before: Placement, ep_size: int) -> Placement:
-    """The same experts on each rank, those that have been there in their places, others in order."""
+    """The same experts on each rank, those that have been there in their slots, others in order."""
     per_rank = len(placement) // ep_size
-    places: list[int] = []
+    slots: list[int] = []
     for first in range(0, len(placement), per_rank):
         own, earlier = placement[first : first + per_rank], before[first : first + per_rank]
         arriving = iter(sorted(set(own) - set(earlier)))
-        places += [expert if expert in own else next(arriving) for expert in earlier]
-    return tuple(places)
+        slots += [expert if expert in own else next(arriving) for expert in earlier]
+    return tuple(slots)
 
 
 @dataclass(frozen=True)

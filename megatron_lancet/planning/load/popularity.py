@@ -26,7 +26,7 @@ class LayerPopularity:
         most_over_mean: rows of the most popular expert over the mean of all.
         window_most_over_mean: the same in a single window, median.
         top_share: share of all rows that the most popular experts get.
-        drift: share of the rows that would have to go to another expert to make a window's shares those of the window
+        drift: share of the rows that would have to go to another expert to make a window's shares equal to the window
             before it, mean; None for a single window.
     """
 
@@ -59,7 +59,7 @@ def most_over_mean(values: Sequence[float]) -> float:
 
 
 def most_popular(values: Sequence[float], number: int) -> frozenset[int]:
-    """So many experts with the largest values; of equal ones those with the lower numbers."""
+    """The n most popular experts; ties go to the lower index."""
     return frozenset(sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:number])
 
 
@@ -74,7 +74,7 @@ def mean_absolute_error(forecast: Sequence[float], found: Sequence[float]) -> fl
 
 
 def layer_popularity(windows: Sequence[Sequence[int]], num_top: int) -> LayerPopularity:
-    """What the windows of a layer say.
+    """Popularity in the windows of a layer.
 
     Args:
         windows: rows of each expert, [windows][E]; at least one window.
@@ -100,7 +100,7 @@ class ForecastError:
     Attributes:
         num_windows: windows that were forecast.
         mean_error: mean absolute error of an expert's share, over experts and windows.
-        other_top: share of the windows whose most popular experts were not those of the forecast.
+        other_top: share of the windows whose most popular experts differed from the forecast.
     """
 
     num_windows: int

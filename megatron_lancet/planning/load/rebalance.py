@@ -4,8 +4,8 @@ The window of steps has two halves. Swaps are chosen by the load of the first on
 have gained in the second: a load that does not last gains nothing there.
 
 A step's gain is taken from the time that its compute waited for all-to-alls, by the share of rows that the most loaded
-rank loses. Those waits hold the wire's time and that of ranks which wait for the most loaded one; the experts' own time
-on that rank is not counted, so that the gain is a cautious figure.
+rank loses. Those waits hold the wire's time and the time of ranks which wait for the most loaded one; the experts' own
+time on that rank is not counted, so that the gain is a cautious figure.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Rebalance:
     """Swaps, and what they are expected to do.
 
     Attributes:
-        swaps: pairs of places, one after the other, by layer; empty if nothing is to move.
+        swaps: pairs of slots, one after the other, by layer; empty if nothing is to move.
         before: most loaded rank over mean in the second half, mean over the layers that change.
         after: the same with the swaps.
         gain_ms: of a step.
@@ -69,7 +69,7 @@ def decide(
 
     Args:
         first: load of the first half of the window.
-        second: that of the second half.
+        second: the same of the second half.
         placements: the present one of each layer.
         ranks_per_node: None for a single node.
     """
@@ -103,8 +103,8 @@ def decide(
 def most_sent(now: Placement, then: Placement, ep_size: int) -> int:
     """Most experts that a rank sends to others when one placement becomes another."""
     per_rank = len(now) // ep_size
-    rank_of = {expert: place // per_rank for place, expert in enumerate(then)}
+    rank_of = {expert: slot // per_rank for slot, expert in enumerate(then)}
     sent = [0] * ep_size
-    for place, expert in enumerate(now):
-        sent[place // per_rank] += rank_of[expert] != place // per_rank
+    for slot, expert in enumerate(now):
+        sent[slot // per_rank] += rank_of[expert] != slot // per_rank
     return max(sent)

@@ -1,6 +1,6 @@
 """Replicas of popular experts, and which of an expert's holders a token goes to.
 
-The experts of a layer are shared evenly by P ranks. R further places, R / P on each rank, hold replicas of popular
+The experts of a layer are shared evenly by P ranks. R further slots, R / P on each rank, hold replicas of popular
 experts. Popularity changes, so a replica is chosen for a text, and no weight is ever trained in two places: this is for
 evaluation.
 
@@ -22,7 +22,8 @@ class ExpertHolders:
 
     Attributes:
         num_experts: E.
-        replicas: of each rank, the experts that it holds beside its own, in ascending order; equally many everywhere.
+        replicas: of each rank, the experts that it holds in addition to its own, in ascending order; equally many
+            everywhere.
     """
 
     num_experts: int
@@ -34,12 +35,12 @@ class ExpertHolders:
         return len(self.replicas)
 
     @property
-    def places_per_rank(self) -> int:
+    def slots_per_rank(self) -> int:
         """Experts that a rank holds: its own and its replicas."""
         return self.num_experts // self.num_ranks + len(self.replicas[0])
 
     def home(self, expert: int) -> int:
-        """The rank that has an expert without replicas, too."""
+        """The rank that has an expert even without replicas."""
         return expert // (self.num_experts // self.num_ranks)
 
     def of_expert(self, expert: int) -> tuple[int, ...]:
@@ -48,20 +49,20 @@ class ExpertHolders:
             rank for rank in range(self.num_ranks) if rank == self.home(expert) or expert in self.replicas[rank]
         )
 
-    def place(self, expert: int, rank: int) -> int:
-        """Number of the place where a holder has an expert, over the places of all ranks: first its own, then replicas.
+    def slot(self, expert: int, rank: int) -> int:
+        """Number of the slot where a holder has an expert, over the slots of all ranks: first its own, then replicas.
 
         Raises:
             ValueError: the rank does not hold it.
         """
         own = self.num_experts // self.num_ranks
         if rank == self.home(expert):
-            return rank * self.places_per_rank + expert % own
-        return rank * self.places_per_rank + own + self.replicas[rank].index(expert)
+            return rank * self.slots_per_rank + expert % own
+        return rank * self.slots_per_rank + own + self.replicas[rank].index(expert)
 
 
 def why_not_replicas(num_replicas: int, num_experts: int, num_ranks: int) -> str | None:
-    """Why a layer can't have so many replicas, as the end of a sentence; None if it can."""
+    """Why a layer can't have this number of replicas, as the end of a sentence; None if it can."""
     if num_ranks == 1:
         return "one rank holds all experts: start several ranks"
     if num_replicas % num_ranks:
@@ -97,10 +98,10 @@ def choose_holders(popularity: Sequence[float], num_ranks: int, num_replicas: in
 class _Choice:
     """A growing choice of replicas, and the rows that are expected of it, as shares of all rows."""
 
-    def __init__(self, shares: Shares, num_ranks: int, places: int) -> None:
+    def __init__(self, shares: Shares, num_ranks: int, slots: int) -> None:
         self._shares = shares
         self._num_ranks = num_ranks
-        self._places = places
+        self._slots = slots
         own = len(shares) // num_ranks
         self._holders = [{expert // own} for expert in range(len(shares))]
         self.replicas: list[set[int]] = [set() for _ in range(num_ranks)]
@@ -109,8 +110,8 @@ class _Choice:
             self._count(expert, 1)
 
     def free(self, rank: int) -> bool:
-        """Whether a rank has a place left."""
-        return len(self.replicas[rank]) < self._places
+        """Whether a rank has a slot left."""
+        return len(self.replicas[rank]) < self._slots
 
     def add(self, expert: int, rank: int) -> None:
         """Put a replica on a rank."""
@@ -123,7 +124,7 @@ class _Choice:
         self.replicas[rank].remove(expert)
 
     def best(self, ranks: Iterable[int]) -> tuple[int, int]:
-        """The expert, and the one of these ranks, that a replica helps most."""
+        """The expert and the rank (among these) for which a replica helps most."""
         candidates = []
         for rank in ranks:
             for expert, holders in enumerate(self._holders):
@@ -175,7 +176,7 @@ def holders_in_turn(
 ) -> tuple[tuple[int, ...], ...]:
     """The ranks to which one rank's tokens go for each expert, in turn.
 
-    The rank itself if it holds the expert; else those of its node that hold it; else all that hold it.
+    The rank itself if it holds the expert; else the ranks of its node that hold it; else all that hold it.
 
     Args:
         source: rank of the tokens.
@@ -195,8 +196,8 @@ def holder_of(in_turn: Sequence[int], source: int, number: int) -> int:
 
     Args:
         in_turn: of the expert, from :func:`holders_in_turn`.
-        source: rank of the token. The ranks begin at different holders, so that what is left over is spread, too.
-        number: of the token, among those of its rank and batch that chose the expert, from 0.
+        source: rank of the token. The ranks begin at different holders, so that the remainder is also spread.
+        number: of the token, among the tokens of its rank and batch that chose the expert, from 0.
     """
     return in_turn[(number + source) % len(in_turn)]
 
@@ -217,7 +218,7 @@ class RowsOfRanks:
 def rows_of_ranks(
     rows: Sequence[Sequence[int]], holders: ExpertHolders, ranks_per_node: int | None = None
 ) -> RowsOfRanks:
-    """Where the rows of a batch go by the rule of :func:`holder_of`.
+    """Rows of a batch for each rank by the rule of :func:`holder_of`.
 
     Args:
         rows: of one batch, from each rank for each expert, [P][E].

@@ -1,4 +1,4 @@
-"""What the routing of some windows says: how popular the experts of each layer are, and how well that is forecast.
+"""A report on the routing of some windows: popularity of each layer's experts, and the error of its forecast.
 
 Two forecasts are compared on the same windows, the second half: what the last window was, as static expert load
 balancing assumes (EPLB), and what Lina's path table says, profiled on the first half (``path_table.py``).
@@ -22,12 +22,12 @@ from megatron_lancet.planning.load.popularity import (
 )
 
 type Window = Mapping[int, Sequence[Choice]]
-"""Of each layer, by its number from 1: what each token of the window chose. Tokens are in one order in all layers."""
+"""Of each layer, by its number from 1: choices of each token of the window. Tokens are in one order in all layers."""
 
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What is known of one layer.
+    """Popularity and forecasts of one layer.
 
     Attributes:
         layer: its number, from 1.

@@ -1,12 +1,12 @@
 """Maps with replicas of popular experts, for the static load balancing of servers.
 
-A server has E logical experts and R redundant places, E + R in all, as many on each rank. An expert's replicas share
+A server has E logical experts and R redundant slots, E + R in all, as many on each rank. An expert's replicas share
 its rows.
 
 Formats, as their sources were read in November 2026:
 
 - SGLang's ``--init-expert-location`` takes a JSON file with ``physical_to_logical_map``, a list for each layer of the
-  model, dense ones included, of the logical expert in each physical place (``python/sglang/srt/eplb/
+  model, dense ones included, of the logical expert in each physical slot (``python/sglang/srt/eplb/
   expert_location.py``, ``compute_initial_expert_location_metadata``); R is ``--ep-num-redundant-experts``.
 - vLLM reads no file: its ``EPLBConfig`` (vllm/config/parallel.py, v0.19) has ``num_redundant_experts``, a window and an
   interval, and the map is found while serving. What is written is the value of ``EplbModelState.
@@ -34,19 +34,19 @@ class ServerFormat(StrEnum):
 
 
 def with_replicas(rows_per_expert: Sequence[int], num_replicas: int, ep_size: int) -> tuple[int, ...]:
-    """The logical expert of each place, rank by rank.
+    """The logical expert of each slot, rank by rank.
 
-    The next replica is always of the expert with most rows in a place. Then places are filled, largest first, onto the
+    The next replica is always of the expert with most rows in a slot. Then slots are filled, largest first, onto the
     emptiest rank with room, if there is one that does not hold the expert yet.
 
     Args:
         num_replicas: R, in all.
 
     Raises:
-        ValueError: the places can't be spread evenly over the ranks.
+        ValueError: the slots can't be spread evenly over the ranks.
     """
-    num_places = len(rows_per_expert) + num_replicas
-    if num_places % ep_size:
+    num_slots = len(rows_per_expert) + num_replicas
+    if num_slots % ep_size:
         raise ValueError(
             f"{len(rows_per_expert)} experts and {num_replicas} replicas can't be spread evenly over {ep_size} ranks"
         )
@@ -57,7 +57,7 @@ def with_replicas(rows_per_expert: Sequence[int], num_replicas: int, ep_size: in
         _, expert = heapq.heappop(heap)
         copies[expert] += 1
         heapq.heappush(heap, (-rows_per_expert[expert] / copies[expert], expert))
-    room = [num_places // ep_size] * ep_size
+    room = [num_slots // ep_size] * ep_size
     rows = [0.0] * ep_size
     held: list[list[int]] = [[] for _ in range(ep_size)]
     for share, expert in sorted(heap):
@@ -77,7 +77,7 @@ def server_map(
 
     Args:
         load: of all layers with experts; those that predict further tokens are left out.
-        placements: the logical expert of each place, by layer.
+        placements: the logical expert of each slot, by layer.
     """
     moe_layers = [layer.layer for layer in load.layers if layer.layer <= load.num_layers]
     if server is ServerFormat.VLLM_ASCEND:
@@ -85,8 +85,8 @@ def server_map(
         return {"moe_layer_count": len(layers), "layer_list": layers}
     if server is ServerFormat.VLLM:
         return {"physical_to_logical_map": [list(placements[layer]) for layer in moe_layers]}
-    num_places = len(placements[moe_layers[0]])
-    unused = [place % load.num_experts for place in range(num_places)]  # SGLang's own map, for dense layers
+    num_slots = len(placements[moe_layers[0]])
+    unused = [slot % load.num_experts for slot in range(num_slots)]  # SGLang's own map, for dense layers
     return {"physical_to_logical_map": [list(placements.get(layer, unused)) for layer in range(1, load.num_layers + 1)]}
 
 

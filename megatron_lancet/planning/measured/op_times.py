@@ -266,7 +266,7 @@ def _layer_kind(layer: int, kind: str, model: ModelFacts) -> LayerKind:
 
 
 def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[ChunkDim, int]:
-    """Returns how an op of a layer is cut: narrow ranges leave attention, or also the router, whole."""
+    """Returns how an op of a layer is cut: narrow ranges do not cut attention, or also not the router."""
     segment = plan.segment_of(layer)
     if segment.num_chunks == 1 or not is_cut(model.layer_kinds[layer - 1], kind, segment.range):
         return ChunkDim.BATCH, 1

@@ -36,7 +36,7 @@ class RankPaces(NamedTuple):
 def paces_of_rank(
     steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdown: Callable[[str], float]
 ) -> list[dict[Place, float]]:
-    """Returns, for each step, the time of a layer's ops divided by that of the same ops in the profile.
+    """Returns, for each step, the time of a layer's ops over their time in the profile.
 
     Experts don't count, because their time depends on the rows that they received.
 
@@ -59,8 +59,8 @@ def paces_of_rank(
 def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tuple[StepPace, ...]:
     """Returns the paces of at most ``MAX_PACES`` steps, spread from the fastest to the slowest.
 
-    A layer's pace is that of the first group that has the layer. The result is empty in a mocked world, where only one
-    of a group's ranks exists, for a single rank, and for a large group.
+    A layer's pace is taken from the first group that has the layer. The result is empty in a mocked world, where only
+    one of a group's ranks exists, for a single rank, and for a large group.
     """
     groups: defaultdict[int, dict[int, RankPaces]] = defaultdict(dict)
     for rank in ranks:
@@ -71,7 +71,7 @@ def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tup
     paces = []
     for step in range(min(len(rank.steps) for rank in ranks)):
         forward, backward = (
-            tuple(_of_layer((phase, layer), step, whole) for layer in range(num_layers + 1))
+            tuple(_layer_pace((phase, layer), step, whole) for layer in range(num_layers + 1))
             for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
         )
         paces.append(StepPace(forward, backward))
@@ -81,7 +81,7 @@ def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tup
     return tuple(ordered[(2 * index + 1) * len(ordered) // (2 * MAX_PACES)] for index in range(MAX_PACES))
 
 
-def _of_layer(place: Place, step: int, groups: Sequence[Mapping[int, RankPaces]]) -> tuple[float, ...]:
+def _layer_pace(place: Place, step: int, groups: Sequence[Mapping[int, RankPaces]]) -> tuple[float, ...]:
     for by_place in groups:
         factors = [by_place[rank].steps[step].get(place) for rank in range(len(by_place))]
         known = [round(factor, _DIGITS) for factor in factors if factor is not None]

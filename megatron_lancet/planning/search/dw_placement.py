@@ -66,7 +66,7 @@ def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
 
 
 def planned_gaps(simulator: Simulator, plan: Plan) -> Plan:
-    """The plan with gaps; if it is paired, with those of a pair and with those of a lone backward at the ends."""
+    """The plan with gaps; if it is paired, with the gaps of a pair and of a lone backward at the ends."""
     gaps = best_fit_gaps(simulator, plan)
     if plan.pairing is None:
         return replace(plan, gaps=gaps)
@@ -75,12 +75,12 @@ def planned_gaps(simulator: Simulator, plan: Plan) -> Plan:
 
 
 def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage, is_paired: bool) -> Iterator[Gap]:
-    steps = _of_pairs(stage) if is_paired else stage.backward
+    steps = _pair_steps(stage) if is_paired else stage.backward
     column, exposed_ms = _exposed_without_dws(simulator, steps, is_paired)
     dws: list[_Ready] = []
     gaps: list[_OpenGap] = []
     num_passed = 0
-    for verb, place, action in _of_middle_pair(steps) if is_paired else steps:
+    for verb, place, action in _middle_pair(steps) if is_paired else steps:
         is_forward = bool(place & BESIDE)
         if verb is Compute and not is_forward:
             costs = action.weight_grads[column]
@@ -110,12 +110,12 @@ def _fill(gap: _OpenGap, ready: list[_Ready]) -> None:
         ready.remove(best)
 
 
-def _of_pairs(stage: Stage) -> list[Step]:
+def _pair_steps(stage: Stage) -> list[Step]:
     """Three pairs of the stage."""
     return paired_steps([Passes(stage.forward, stage.backward)] * (_MIDDLE_PAIR + 3))
 
 
-def _of_middle_pair(steps: Sequence[Step]) -> Sequence[Step]:
+def _middle_pair(steps: Sequence[Step]) -> Sequence[Step]:
     ends = [index for index, (verb, _, _) in enumerate(steps) if verb is EndBackward]
     return steps[ends[_MIDDLE_PAIR - 1] + 1 : ends[_MIDDLE_PAIR]]
 

@@ -105,7 +105,7 @@ class DynamicProgram:
         for stage in sorted(set(model.stage_of_layer)):
             runs = [run for run in self._space.runs if model.stage_of_layer[run[0] - 1] == stage]
             room = None if room_bytes is None else self._simulator.room_for_layers(stage, room_bytes)
-            found = self._of_stage(runs, guess, room)
+            found = self._solve_stage(runs, guess, room)
             if found is None:
                 return None
             chosen += found
@@ -116,7 +116,7 @@ class DynamicProgram:
         plan = next(plan for plan in self._space.dw_options(segments) if plan.dw_policy is policy)
         return self._simulator.predict(plan).peak_dw_bytes
 
-    def _of_stage(
+    def _solve_stage(
         self, runs: Sequence[tuple[int, int]], guess: DwGuess, room_bytes: int | None
     ) -> list[Segment] | None:
         """Solves T for the layers of one stage; None if they don't fit."""
@@ -140,7 +140,7 @@ class DynamicProgram:
                     options[layers] = self._options(layers, guess, bucket_bytes)
                 _extend(best[start], start, options[layers], best[end])
             best[start + 1] = _undominated(best[start + 1])
-        return [choice.of_layers(numbers[start], numbers[end - 1]) for start, end, choice in _trace_back(best)]
+        return [choice.with_layers(numbers[start], numbers[end - 1]) for start, end, choice in _trace_back(best)]
 
     def _least_bytes(self, kinds: Kinds) -> int:
         return sum(kinds.count(kind) * min(saved) for kind, saved in self._saved_bytes.items())
@@ -194,11 +194,11 @@ class DynamicProgram:
     def _played_ms(self, guess: DwGuess, kinds: Kinds, choice: Segment) -> float:
         simulator, limits = self._simulator, self._space.limits
         layers = list(enumerate(kinds, start=1))
-        steps = simulator.lowering.forward(layers, choice.of_layers(1, len(kinds)), self._space.dispatch)
+        steps = simulator.lowering.forward(layers, choice.with_layers(1, len(kinds)), self._space.dispatch)
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:
-            per_layer = choice.of_layers(1, len(kinds)).all_to_alls_per_layer(self._space.dispatch)
+            per_layer = choice.with_layers(1, len(kinds)).all_to_alls_per_layer(self._space.dispatch)
             rules = DwRules(per_layer * max(limits.dw_window_layers, default=1), limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:

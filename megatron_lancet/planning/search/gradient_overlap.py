@@ -1,4 +1,4 @@
-"""Converts a profile to another kind of gradient reduction than the one that it was measured with.
+"""Converts a profile to another kind of gradient reduction.
 
 ``rest_ms`` of a profile includes the wait for gradients if they are reduced after the backward pass, and excludes it if
 the simulator adds it.
@@ -33,7 +33,7 @@ def with_reduction(profile: Profile, reduction: GradientReduction | None) -> Pro
 
 
 def measured_with(profile: Profile, reduction: GradientReduction, plans: Sequence[Plan]) -> Profile:
-    """The profile of a run that reduced its gradients beside the backward pass, without that wait in ``rest_ms``.
+    """The profile of a run that reduced its gradients during the backward pass, without that wait in ``rest_ms``.
 
     Args:
         profile: the measured profile, whose ``rest_ms`` includes the wait.

@@ -3,11 +3,11 @@
 Small spaces are searched exhaustively. In others these candidates are simulated: every plan whose layers all run alike
 (*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
 best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan. Of tiles the
-dynamic program gets those of the two fastest uniform plans that have some.
+dynamic program gets the gaps of the two fastest uniform plans that have some.
 
-If backwards may run beside forwards, these plans are also the candidates for the two parts of a paired plan. In very
-small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
-simulate: the best plans and the one of a single chunk everywhere in all micro-batches, then the best of these with
+If backwards may be paired with forwards, these plans are also the candidates for the two parts of a paired plan. In
+very small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
+simulate: the best plans and the plan of a single chunk everywhere in all micro-batches, then the best of these with
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
@@ -20,7 +20,7 @@ Three simulators are used, from simple to complete:
 
 - Plans are compared with the profile's shares in all layers and chunks. If more than ``MAX_DISTINCT`` of them differ,
   similar ones are merged, except the largest. Gradient reductions are left out.
-- If gradients are reduced beside the backward pass, the plans of the best ``NUM_WITH_GRADIENTS`` segmentations, with
+- If gradients are reduced during the backward pass, the plans of the best ``NUM_WITH_GRADIENTS`` segmentations, with
   all their dW options, are simulated again with reductions, and the best of them wins. Any other plan is faster by at
   most the time that reductions cost the winner.
 - The result's prediction uses the real shares, and the routing of single chunks if the profile has it.
@@ -37,6 +37,7 @@ from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import planned_gaps
 from megatron_lancet.planning.search.dynamic_program import DynamicProgram
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS, distinct, simplicity
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -81,28 +82,9 @@ class Alternative:
     fits: bool
 
     def rank(self) -> tuple[object, ...]:
-        """Sort key, lower is better.
-
-        Fits (else smaller), faster, unpaired, fewer segments, chunks and tiles, simpler dWs, the same at the ends.
-        """
-        plan = self.plan
-        chunks = [segment.num_chunks for segment in plan.segments]
-        at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
-        return (
-            0 if self.fits else self.prediction.peak_bytes,
-            round(self.prediction.step_ms, _DIGITS),
-            plan.is_paired,
-            len(chunks),
-            max(chunks),
-            sum(chunks),
-            max(segment.tiles for segment in plan.segments),
-            plan.dw_policy is DwPolicy.FILL,
-            plan.dw_window,
-            len(plan.gaps),
-            plan.at_ends.segments != plan.segments,
-            len(at_ends),
-            sum(at_ends),
-        )
+        """Sort key, lower is better: fits (else smaller), faster, simpler."""
+        fits = 0 if self.fits else self.prediction.peak_bytes
+        return (fits, round(self.prediction.step_ms, _DIGITS), *simplicity(self.plan))
 
 
 @dataclass(frozen=True)
@@ -118,6 +100,7 @@ class PlannedStep:
         is_exact: whether every plan of the space was simulated.
         warning: message for the user, for example if no plan fits into memory; None if there is none.
         limits: the restrictions of the search.
+        finalists: the plan and the best of other kinds, best first, that fit and are predicted about as fast.
     """
 
     plan: Plan
@@ -129,6 +112,7 @@ class PlannedStep:
     is_exact: bool
     warning: str | None
     limits: Limits
+    finalists: tuple[Plan, ...]
 
 
 def make_plan(profile: Profile, limits: Limits | None = None, max_exhaustive: int = MAX_EXHAUSTIVE) -> PlannedStep:
@@ -221,7 +205,18 @@ class Planner:
             is_exact=self._pairs_all if True in self._space.pairing else self._is_exact,
             warning=None if best.fits else self._does_not_fit(best),
             limits=self._limits,
+            finalists=tuple(self._finalists(ordered)),
         )
+
+    def _finalists(self, ordered: Sequence[Alternative]) -> list[Plan]:
+        """See :attr:`PlannedStep.finalists`; the first of ``ordered`` is the chosen plan."""
+        bound = self._limits.max_memory_bytes
+        fitting = [(one.plan, one.prediction.step_ms) for one in ordered if one.fits]
+        return [
+            plan
+            for plan in distinct(fitting or [(ordered[0].plan, ordered[0].prediction.step_ms)], NUM_FINALISTS)
+            if plan == ordered[0].plan or bound is None or self._complete_simulator.predict(plan).peak_bytes <= bound
+        ]
 
     def _without_slow_tiles(self) -> SearchSpace:
         """The space without the tiles that are slow if all layers have them: choices cost the dynamic program time."""
@@ -306,7 +301,8 @@ class Planner:
     def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
         """Simulates paired plans; those without pairing have been simulated."""
         plans = [one.plan for one in self._sorted()]
-        # A forward beside the backward fills the same waits as tiles do: both are combined only if tiles are asked for.
+        # A forward paired with the backward fills the same waits as tiles do: both are combined only if the user sets
+        # tiles.
         untiled = [plan for plan in plans if not plan.has_tiles]
         by_speed = list(dict.fromkeys(plan.segments for plan in untiled or plans))
         options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}

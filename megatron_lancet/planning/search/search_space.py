@@ -9,7 +9,7 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 from megatron_lancet.schedule.layout import tiles_blocker
 from megatron_lancet.schedule.plan import NO_PAIRING, ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
@@ -24,7 +24,7 @@ class Exclusion:
     """A part of the search space that is not considered, and why, both in words.
 
     Attributes:
-        is_evident: whether the reason is plain from the layout, so that it is said only to those who ask.
+        is_evident: whether the reason is plain from the layout, so only explain_plan prints it.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Limits:
         ranges: allowed parts of a segment that run in chunks.
         dw_policies: allowed policies for weight gradients.
         dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
-        pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
+        pairing: whether backwards may be paired with forwards; both, or the only one that is allowed.
         dispatches: what all-to-alls may carry.
         tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
             tiles was profiled. Chunks have tiles only if they must.
@@ -68,7 +68,7 @@ class Limits:
 class SearchSpace:
     """All plans: layers of each run are divided into segments, each with a choice, and a dW option is added.
 
-    A choice is how a segment runs: a segment of all layers, which :meth:`Segment.of_layers` narrows.
+    A choice is how a segment runs: a segment of all layers, which :meth:`Segment.with_layers` narrows.
 
     Attributes:
         choices: options of each segment, simplest first.
@@ -76,10 +76,10 @@ class SearchSpace:
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
-        pairing: allowed values of whether backwards run beside forwards.
+        pairing: allowed values of whether backwards are paired with forwards.
         tiled: the choices with tiles, which not every dispatch can have.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
-        rival: another dispatch that may be better, which simulations have to tell; None if there is none.
+        rival: another dispatch that may be better, which simulations decide; None if there is none.
         lost: dispatches that are allowed and possible but not as good, and why.
     """
 
@@ -118,10 +118,10 @@ class SearchSpace:
         tiles = _allowed_tiles(costs, limits, excluded)
         must_tile = 0 not in tiles
         choices += [
-            replace(choice, tiles=number, own_rows=one)
+            replace(choice, tiles=number, local_tokens=one)
             for choice in dict.fromkeys(choices)
             for number in tiles
-            for one in OwnRows
+            for one in LocalTokens
             if number and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
@@ -157,11 +157,11 @@ class SearchSpace:
 
     def with_tiles_of(self, fast: Sequence[tuple[Segment, ...]]) -> "SearchSpace":
         """The space without choices with tiles that are in none of these segmentations, to which the others belong."""
-        kept = {segment.of_layers(1, None) for segments in fast for segment in segments}
+        kept = {segment.with_layers(1, None) for segments in fast for segment in segments}
         return replace(self, choices=tuple(one for one in self.choices if not one.tiles or one in kept))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-        """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
+        """The segments of all runs as a plan's segments, in which layers that run alike read the same for every model.
 
         The last segment is extended to the model's end, and those that a multi-token prediction separates are joined if
         they are alike: its chunks begin anew in any case.
@@ -189,7 +189,7 @@ class SearchSpace:
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
         """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
         for choice in self.choices:
-            yield self.joined([choice.of_layers(first, last) for first, last in self.runs])
+            yield self.joined([choice.with_layers(first, last) for first, last in self.runs])
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
         """Yields the plans with these segments, simplest first, without gaps."""
@@ -205,23 +205,23 @@ class SearchSpace:
         if run == len(self.runs):
             yield ()
             return
-        for head in self._of_layers(*self.runs[run]):
+        for head in self._cuts(*self.runs[run]):
             for tail in self._from(run + 1):
                 yield self.joined([*head, *tail]) if run == 0 else (*head, *tail)
 
-    def _of_layers(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
+    def _cuts(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
         if first > last:
             yield ()
             return
         for end in range(first, last + 1):
             for choice in self.choices:
-                for tail in self._of_layers(end + 1, last):
-                    yield (choice.of_layers(first, end), *tail)
+                for tail in self._cuts(end + 1, last):
+                    yield (choice.with_layers(first, end), *tail)
 
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """What all-to-alls carry; see :class:`SearchSpace`. ``chosen`` is None if no dispatch is allowed and possible."""
+    """The dispatch of a search; see :class:`SearchSpace`. ``chosen`` is None if no dispatch is allowed and possible."""
 
     chosen: Dispatch | None
     rival: Dispatch | None
@@ -230,7 +230,7 @@ class DispatchChoice:
 
 
 def chosen_dispatch(costs: CostModel, allowed: Sequence[Dispatch]) -> DispatchChoice:
-    """What all-to-alls carry in every plan for a profile, and why not something else.
+    """The dispatch of every plan for a profile, and the reasons against others.
 
     Plans are not simulated with both the plain dispatch and another one that sends fewer bytes in the same messages,
     which would take twice as long, because the bytes decide. Whatever the segments and chunks, deduplicated dispatch
@@ -287,7 +287,7 @@ def _joints(model: ModelFacts) -> frozenset[int]:
 def _complexity(choice: Segment) -> tuple[object, ...]:
     """Sort key, lower is simpler."""
     order = tuple(OverlapRange)
-    return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.own_rows
+    return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.local_tokens
 
 
 def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) -> tuple[int, ...]:
@@ -303,9 +303,9 @@ def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) 
 
 
 def _unpairable(model: ModelFacts) -> str | None:
-    """Why no backward can run beside a forward; None if some can."""
+    """Why no backward can run during a forward; None if some can."""
     if model.num_micro_batches == 1:
-        return "a step has one micro-batch, so no other runs forward beside its backward"
+        return "a step has one micro-batch, so no other runs forward paired with its backward"
     num_stages = len(set(model.stage_of_layer))
     if num_stages > 1 and len(list(groupby(model.stage_of_layer))) == num_stages:
         return "pipeline stages without virtual ones would have to keep up to twice as many micro-batches"

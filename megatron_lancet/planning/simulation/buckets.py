@@ -26,7 +26,7 @@ _MAX_MICRO_OPS = 10_000
 """Limit for a bucket; simulating more would take long."""
 
 Weight = tuple[int, str]
-"""Global layer number (0 beside the layers; the first one of a repeated layer) and name."""
+"""Global layer number (0 outside the layers; the first one of a repeated layer) and name."""
 
 
 class WeightKind(IntEnum):
@@ -79,7 +79,7 @@ class Buckets:
 
     @staticmethod
     def of(costs: CostModel, backward: Sequence[Step]) -> "Buckets | None":
-        """The buckets for a backward order of ops; None if the profile has no reductions beside the backward pass.
+        """The buckets for a backward order of ops; None if the profile has no reductions during the backward pass.
 
         Raises:
             UnknownCost: the profile has no all-reduce times.

@@ -3,7 +3,7 @@
 Values of measured chunk counts are used as they are. Values of other chunk counts are interpolated between the
 measured ones of the same dimension, by the size of a chunk. A count of 1 belongs to both dimensions.
 
-Another dispatch than the plain one is profiled with few chunk counts, often only with one. Its costs are those of the
+A dispatch other than plain is profiled with few chunk counts, often only with one. Its costs are the costs of the
 plain dispatch, scaled by the ratio of both in the nearest chunk count that was measured with both.
 """
 
@@ -41,7 +41,7 @@ class DwCost(NamedTuple):
     Attributes:
         name: name of the weight inside its layer.
         pinned_bytes: memory that stays alive while it is deferred.
-        layers_back: distance from the layer of the op to the one that owns the weight: a repeated layer's first.
+        layers_back: distance from the layer of the op to the layer that owns the weight: a repeated layer's first.
     """
 
     name: str
@@ -159,7 +159,7 @@ class CostModel:
     def queued_ms(self, num_bytes: float, kind: OpKind = OpKind.DISPATCH) -> float:
         """Time by which a message arrives after the previous one of its wire if it is queued behind that.
 
-        Args and errors are those of :meth:`message_ms`.
+        Args and errors as in :meth:`message_ms`.
         """
         return 0.0 if self.model.ep_size == 1 else self._wire_of(kind).queued.at(num_bytes)
 
@@ -177,7 +177,7 @@ class CostModel:
         """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank.
 
         Args:
-            layer: global layer number; 0 beside the layers.
+            layer: global layer number; 0 outside the layers.
         """
         layer_kind = self.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
         return self._gradients.get((layer_kind, name)) or self._gradients[LayerKind.MTP, name]
@@ -215,7 +215,7 @@ class CostModel:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
-            rows: received rows for ``experts``, or those of a part of them; tokens of the chunk for other ops.
+            rows: received rows for ``experts``, or the rows of a part of them; tokens of the chunk for other ops.
             dispatch: what all-to-alls carry, without tiles; makes a difference to ops that make, or sum, their rows.
 
         Raises:
@@ -295,7 +295,7 @@ def _is_plain(measured: OpTime | MemoryUse) -> bool:
 
 
 def _fits(measured: OpTime | MemoryUse, dim: ChunkDim, num_chunks: int) -> bool:
-    """Whether a measurement is of chunks along ``dim``; a whole micro-batch belongs to both dimensions."""
+    """Whether a measurement is of chunks along ``dim``; an unchunked micro-batch belongs to both dimensions."""
     return measured.chunk_dim is dim or measured.num_chunks == 1 or num_chunks == 1
 
 

@@ -4,7 +4,7 @@ Messages inside a node have links of their own, so of two hops one message of ea
 message is sent when all ranks of the group can, also one that does not go to all of them.
 
 Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
-are sent. Compute beside a rank's messages is slower by ``compute_slowdown``, and ops that mostly move rows by
+are sent. Compute during a rank's messages is slower by ``compute_slowdown``, and ops that mostly move rows by
 ``memory_slowdown``. Where the host polls (CPU), copying bytes is what costs time, so that holds while they move: not
 before all ranks have issued the message. Elsewhere (CUDA) the kernels of a message occupy the device from its issue
 on. Token counts take no bandwidth.
@@ -42,7 +42,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Wait
 
 Paces = Sequence[Mapping[int, float]]
-"""Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""
+"""Factors of compute time by column and layer; 1 for other layers. A paired forward has layer + BESIDE."""
 
 
 class _Resume(NamedTuple):
@@ -52,7 +52,7 @@ class _Resume(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """Event: a rank knows how much of a message it has to send."""
+    """Event: a rank has the size of its part of a message."""
 
     rank: RankState
     message: Message
@@ -62,11 +62,11 @@ _Event = _Resume | _Ready | LinkEvent
 
 
 class Engine:
-    """Simulates one phase, forward or backward, of one micro-batch; or backwards with forwards beside them.
+    """Simulates one phase, forward or backward, of one micro-batch; or backwards paired with forwards.
 
-    Steps of a forward beside a backward are told by their place (:data:`BESIDE`). Deferred dWs of the backward run in
-    waits of both, but the window of deferral is that of the backward: waits of the forward do not advance it. Where the
-    host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
+    Steps of a forward during a backward are recognised by their place (:data:`BESIDE`). Deferred dWs of the backward
+    run in waits of both, but the backward's window of deferral counts: waits of the forward do not advance it. Where
+    the host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Engine:
             rules: rules of the dWs of the backward, of the first one if there are several.
             record: whether to record spans and waits.
             paces: factors of compute time; empty for none.
-            buckets: gradients that are reduced beside a backward pass; None for none.
+            buckets: gradients that are reduced during a backward pass; None for none.
             later_rules: rules of the other backwards, in order.
-            keeps_one_order: whether a host that polls stops, too, in front of a message until earlier dispatches have
+            keeps_one_order: whether a host that polls also stops in front of a message until earlier dispatches have
                 been sent (``runtime/comm.py``).
         """
         self._links = links
@@ -379,7 +379,7 @@ class Engine:
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
 
     def _slow_past_compute(self, rank: RankState, message: Message) -> None:
-        """Delays a rank by the slowdown of what it computed beside a message before this was known to be sent."""
+        """Delays a rank by the slowdown of what it computed during a message before this was known to be sent."""
         from_ms, sent_ms = max(message.ready_ms, rank.slowed_until_ms), message.arrival_ms[rank.column]
         if from_ms < min(rank.time_ms, sent_ms):
             more = self._slowdown - 1

@@ -56,7 +56,7 @@ class Message:
         issued_ms: when the rank issued it.
         sent_ms: when the rank's part could be sent.
         ready_ms: when the last rank's part could be sent.
-        num_ready: number of ranks that have issued it and know how much to send.
+        num_ready: number of ranks that have issued it and have its size.
         waiting: columns that wait for it without other work while its arrival is unknown.
     """
 
@@ -125,11 +125,11 @@ class Links(ABC):
 
     @abstractmethod
     def send(self, message: Message, clock: Clock) -> None:
-        """Sends a message that all ranks have issued and know the size of, the last one now, at ``ready_ms``."""
+        """Sends a message that all ranks have issued with its size, the last one now, at ``ready_ms``."""
 
     def advance(self, time_ms: float, event: LinkEvent, clock: Clock) -> None:
         """Handles an event of these links."""
-        raise AssertionError(f"{type(self).__name__} know no {event}")
+        raise AssertionError(f"{type(self).__name__} have no {event}")
 
 
 class SerialLinks(Links):

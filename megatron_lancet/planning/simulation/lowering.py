@@ -32,9 +32,9 @@ class EndBackward(Verb):
 
 
 _IN_STEPS = (Compute, LaunchCounts, Launch, Wait)
-"""Other verbs take no step of their own: the residual's time is in that of the op which it belongs to."""
+"""Other verbs take no step of their own: the residual's time is in the time of its op."""
 _SLOTS_OF_TILE = 4096
-"""Most messages of one tile of a layer; those of tile t have the slots from t times this on."""
+"""Most messages of one tile of a layer; messages of tile t have the slots from t times this on."""
 _SLOTS = 1024 * _SLOTS_OF_TILE
 """Most messages of a layer."""
 
@@ -50,10 +50,10 @@ class Action:
         backward_ms: like ``forward_ms``, in the backward.
         forward_bytes: bytes of the message that go to other ranks.
         backward_bytes: like ``forward_bytes``, in the backward.
-        forward_queued_ms: delay of the message's arrival after that of the message in front of it on the link.
+        forward_queued_ms: delay of the message's arrival after the arrival of the message in front of it on the link.
         backward_queued_ms: like ``forward_queued_ms``, in the backward.
         weight_grads: dWs that become ready in the backward.
-        slot: tells the messages and counts of a layer apart.
+        slot: separates the messages and counts of a layer.
         tile: index of the part of the chunk's rows; None for all of them.
     """
 
@@ -71,20 +71,20 @@ class Action:
 
 
 Step = tuple[type[Verb], int, Action]
-"""Verb, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
+"""Verb, place and action. The place is the global layer number, 0 outside the layers; in pairs see :func:`at_place`."""
 BESIDE = 1 << 20
-"""Bit of a place: the step belongs to a forward that runs beside a backward."""
+"""Bit of a place: the step belongs to a forward that is paired with a backward."""
 IN_PASS = 2 * BESIDE - 1
 """Mask of a place: layer number and :data:`BESIDE`, without the micro-batch."""
 
 
 def at_place(layer: int, micro_batch: int, is_forward: bool) -> int:
-    """The place of a layer in steps of several passes, by which messages of the same name are told apart."""
+    """The place of a layer in steps of several passes, which separates messages of the same name."""
     return layer + is_forward * BESIDE + micro_batch * 2 * BESIDE
 
 
 def layer_at(place: int) -> int:
-    """The global layer number of a place; 0 beside the layers."""
+    """The global layer number of a place; 0 outside the layers."""
     return place & (BESIDE - 1)
 
 
@@ -149,7 +149,7 @@ class Lowering:
         return mtp_layer(way.layers[key]) if number in self._model.mtp_layers else way.layers[key]
 
     def beside(self, kind: OpKind) -> list[Step]:
-        """Embedding or head, on the whole micro-batch."""
+        """Embedding or head, on the full micro-batch."""
         action = self._compute(Compute(kind), LayerKind.NONE, Chunk(_WHOLE, 0), self._way(PLAIN).costs)
         if kind == OpKind.HEAD:
             of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)
@@ -256,7 +256,7 @@ class Lowering:
 
 
 class _Way:
-    """What is known of a dispatch: the verbs of layers, and what they cost."""
+    """A dispatch's verbs of layers, and their costs."""
 
     def __init__(self, costs: DispatchCosts) -> None:
         self.costs = costs

@@ -1,4 +1,4 @@
-"""Orders the steps of backwards and of the forwards beside them, as ``schedule/pairing.py`` says."""
+"""Orders the steps of backwards and of the forwards paired with them, as ``schedule/pairing.py`` says."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Passes(NamedTuple):
 
 
 def paired_steps(micro_batches: Sequence[Passes]) -> list[Step]:
-    """Steps of the pairs of neighbouring micro-batches: each one's backward with the next one's forward beside it.
+    """Steps of the pairs of neighbouring micro-batches: each one's backward with the next one's forward paired with it.
 
     The first forward and the last backward have no partner and are left out. A pair's forward ends in its pair, so no
     message is in flight before the first pair and behind the last one. Between them the first dispatch of the next

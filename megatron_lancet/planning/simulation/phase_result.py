@@ -1,4 +1,4 @@
-"""What the engine finds in one phase, forward or backward, of a micro-batch."""
+"""The engine's results of one phase, forward or backward, of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """The result of one phase of a micro-batch, or of backwards with forwards beside them, by column.
+    """The result of one phase of a micro-batch, or of backwards with forwards paired with them, by column.
 
     Attributes:
         end_ms: clock at the end.
@@ -58,7 +58,7 @@ class PhaseResult:
         waits: waits for messages; empty unless recorded.
         reduced_ms: when the last gradient reduction ended; 0 if there was none.
         exposed_forward_ms: the part of ``exposed_ms`` in which a forward waits.
-        marks: figures at the end of each backward that has a forward beside it.
+        marks: figures at the end of each backward that has a forward paired with it.
     """
 
     end_ms: tuple[float, ...]

@@ -19,7 +19,7 @@ class Stage:
 
     Attributes:
         saved_bytes: activations that the stage keeps of all micro-batches in flight.
-        buckets: gradients that are reduced beside the last micro-batch's backward; None for none.
+        buckets: gradients that are reduced during the last micro-batch's backward; None for none.
     """
 
     number: int
@@ -31,13 +31,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Played:
-    """What was simulated of a step on one stage.
+    """A simulated step on one stage.
 
     Attributes:
         num_micro_batches: micro-batches of the step.
         saved_bytes: activations that the stage keeps.
-        forward: a forward with nothing beside it.
-        backward: the same micro-batch's backward with nothing beside it, from the end of its forward on.
+        forward: a forward that runs alone.
+        backward: the same micro-batch's backward that runs alone, from the end of its forward on.
         last: like ``backward``, of the last micro-batch of a step, which reduces gradients.
         pairs: the pairs from the end of ``forward`` on; None without pairing.
         repeated: index of the pair that is like those that are not played.
@@ -54,7 +54,7 @@ class Played:
 
     @property
     def end_ms(self) -> float:
-        """Time of a micro-batch with nothing beside it."""
+        """Time of a micro-batch that runs alone."""
         return max(self.backward.end_ms)
 
     @property

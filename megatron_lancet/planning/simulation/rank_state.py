@@ -13,7 +13,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 
 
 class LayerDw(NamedTuple):
-    """A dW with its layer (0 beside the layers) and cost."""
+    """A dW with its layer (0 outside the layers) and cost."""
 
     layer: int
     cost: DwCost
@@ -51,10 +51,10 @@ class RankState:
     num_ended: int = 0
     """Number of backwards that have ended."""
     pending: int | None = None
-    """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
+    """Key of the last dispatch that the host has not launched yet; the only one if counts are also in the order."""
     num_unknown: int = 0
     slowed_until_ms: float = 0.0
-    """Up to when compute beside messages is known to be slowed down, or nothing was computed."""
+    """Up to when compute during messages is known to be slowed down, or nothing was computed."""
     exposed_ms: float = 0.0
     exposed_forward_ms: float = 0.0
     peak_dw_bytes: int = 0

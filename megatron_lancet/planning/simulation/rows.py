@@ -32,7 +32,7 @@ class Loads:
         """Checks and normalises shares; None for equal ones.
 
         Raises:
-            RecordError: the number of shares is not that of the group's ranks, or one is out of range.
+            RecordError: the number of shares is not the number of the group's ranks, or one is out of range.
         """
         given = tuple(shares) if shares else (1.0 / model.ep_size,) * model.ep_size
         if len(given) != model.ep_size:
@@ -128,19 +128,19 @@ class RowCounts:
         """Rows that the experts of each simulated rank get, its own included."""
         if chunk.routing is not None:
             return list(chunk.routing.received)
-        own, num_ranks = self._of_own_tokens(chunk), len(self.loads.shares)
+        own, num_ranks = self._local_rows(chunk), len(self.loads.shares)
         return [own * share * num_ranks for share in self._shares]
 
     def kept(self, chunk: Chunk) -> list[float]:
         """Rows that stay on each simulated rank."""
-        own = self._of_own_tokens(chunk)
+        own = self._local_rows(chunk)
         if chunk.routing is not None:
             return [own - sent for sent in chunk.routing.sent]
         return [own * share for share in self._shares]
 
     def sent(self, chunk: Chunk) -> Rows:
         """Rows of the messages. A rank keeps the rows that go from itself to itself."""
-        own = self._of_own_tokens(chunk)
+        own = self._local_rows(chunk)
         if chunk.routing is not None:
             kept = [own - sent for sent in chunk.routing.sent]
             returned = [received - stays for received, stays in zip(chunk.routing.received, kept, strict=True)]
@@ -151,6 +151,6 @@ class RowCounts:
             [round(own * share * (num_ranks - 1)) for share in self._shares],
         )
 
-    def _of_own_tokens(self, chunk: Chunk) -> int:
+    def _local_rows(self, chunk: Chunk) -> int:
         """Rows of a rank's own tokens."""
         return self.tokens(chunk) * self.costs.model.topk

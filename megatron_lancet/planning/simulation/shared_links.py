@@ -2,8 +2,8 @@
 
 Transfers over the same connections or the same stream are a *flow* and are sent one after the other: all-to-alls,
 reductions of dense gradients, reductions of expert gradients, and with ``dispatches_apart`` the forward dispatches that
-wait for counts. While n flows are active, each transfer takes n times as long as alone. With one flow the times are
-those of :class:`~megatron_lancet.planning.simulation.links.SerialLinks`. Of two hops only the messages between nodes
+wait for counts. While n flows are active, each transfer takes n times as long as alone. With one flow the times are the
+rules of :class:`~megatron_lancet.planning.simulation.links.SerialLinks`. Of two hops only the messages between nodes
 share these links: gradients are summed by ranks of several nodes.
 """
 
@@ -112,7 +112,7 @@ class _Port:
     def _schedule(self) -> None:
         active = [(index, flow[0]) for index, flow in enumerate(self._flows) if flow]
         for index, part in active:
-            if part.remaining_ms < 0:  # it is first now; the formula is that of SerialLinks
+            if part.remaining_ms < 0:  # it is first now; the formula is SerialLinks'
                 ends_ms = max(part.ready_ms + part.alone_ms, self._ended_ms[index] + part.queued_ms)
                 part.remaining_ms = max(0.0, ends_ms - self._at_ms)
         before_ms = self.next_ms

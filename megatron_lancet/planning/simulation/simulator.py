@@ -9,7 +9,7 @@ and with it the slowest stage determines the estimate:
     step_ms = (num_micro_batches + num_stages - 1) * slowest stage's (forward_ms + backward_ms) + rest_ms
 
 The first formula is the second with one stage. All ranks start a micro-batch at the same time, after the slowest has
-ended the one before. If the profile says how gradients are reduced beside the backward pass, the reductions share the
+ended the one before. If the profile says how gradients are reduced during the backward pass, the reductions share the
 links with the last micro-batch's all-to-alls (``shared_links.py``), and the step waits for their end.
 
 With pairing a step is the first forward, num_micro_batches - 1 pairs and the last backward (``played.py``); with
@@ -18,7 +18,7 @@ warm-up and cool-down have a partner, and the smaller bubble, are left out.
 
 Memory is an upper bound: all activations of a stage's micro-batches in flight (min(num_micro_batches, S - s) on stage s
 of S, as in 1F1B), plus the peak of what deferred dWs keep alive. In a pair a backward frees the last layers while the
-forward fills the first ones, so pairing adds one layer and what is beside the layers, and the layers of one virtual
+forward fills the first ones, so pairing adds one layer and what is outside the layers, and the layers of one virtual
 stage where there are several stages.
 """
 
@@ -55,11 +55,11 @@ class PlanMismatch(RecordError):  # noqa: N818 - the name states the problem
 class Prediction(StepEstimate):
     """An estimate by simulation.
 
-    ``exposed_ms`` is that of the rank that waits longest. ``peak_bytes`` is an upper bound, without activations if the
-    profile has no memory use.
+    ``exposed_ms`` is the exposed time of the rank that waits longest. ``peak_bytes`` is an upper bound, without
+    activations if the profile has no memory use.
 
     Attributes:
-        forward_ms: forward time of one micro-batch on the slowest stage, with nothing beside it.
+        forward_ms: forward time of one micro-batch on the slowest stage, that runs alone.
         backward_ms: its backward time.
         slot_ms: time of a micro-batch in the middle of a step: forward and backward, or with pairing one pair.
         exposed_forward_ms: the part of ``exposed_ms`` in the forward.
@@ -83,9 +83,9 @@ class Simulation:
 
     Attributes:
         stage: the pipeline stage whose ranks the timelines show.
-        timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is that of the
-            whole step; the pipeline's filling and draining is not shown.
-        waits: waits of one micro-batch, by timeline; with pairing those of one pair in the middle of the step.
+        timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is the time of
+            the whole step; the pipeline's filling and draining is not shown.
+        waits: waits of one micro-batch, by timeline; with pairing the waits of one pair in the middle of the step.
         end_waits: with pairing, waits of the first forward and the last backward, by timeline; else empty.
         same_ranks: by timeline, the number of ranks of the group that it represents.
     """
@@ -187,7 +187,7 @@ class Simulator:
         A simulation at an even pace is too fast: ranks drift apart from op to op, and at every all-to-all the faster
         one waits for the slower. So the plan is simulated with the pace of each layer and rank in each traced step of
         the profile, and the figures are medians over these. (dPRO replays traces of all ranks for the same reason.)
-        The pace is even if the profile has none, or not those of all ranks.
+        The pace is even if the profile lacks the pace of any rank.
         """
         profile, num_ranks = self.costs.profile, len(self.loads.simulated)
         even = self.predict(plan)
@@ -273,7 +273,7 @@ class Simulator:
         ]
 
     def _play_alone(self, plan: Plan, record: bool, forward: Paces, backward: Paces, is_paired: bool) -> list[Played]:
-        """Plays a micro-batch with nothing beside it."""
+        """Plays a micro-batch that runs alone."""
         start_ms, rules = self.start_ms(), DwRules.of(plan)
 
         def forwards() -> Iterator[tuple[Stage, PhaseResult]]:
@@ -305,7 +305,7 @@ class Simulator:
         return parts
 
     def _play_pairs(self, plan: Plan, end: Played, middle: Stage, record: bool, paces: Paces) -> Played:
-        """Plays the pairs of a step, too, or the first of them."""
+        """Also plays the pairs of a step, or the first of them."""
         is_alike = end.stage is middle
         num_played = min(self.model.num_micro_batches, MAX_PLAYED if is_alike else MAX_PLAYED_WITH_ENDS)
         at_end, in_middle = (Passes(stage.forward, stage.backward) for stage in (end.stage, middle))
@@ -382,7 +382,7 @@ class Simulator:
         return {stage: size * self._num_in_flight(stage) for stage, size in kept.items()}
 
     def _kept_in_pairs(self, plan: Plan) -> dict[int, int]:
-        """Bytes that each stage keeps of all its micro-batches in flight, if backwards run beside forwards."""
+        """Bytes that each stage keeps of all its micro-batches in flight, if backwards are paired with forwards."""
         model, saved = self.model, self.costs.saved_bytes
         middle, ends = (self._kept_bytes(one.segments, plan.dispatch) for one in (plan, plan.at_ends))
         kept = {stage: max(middle[stage], ends[stage]) for stage in middle}
@@ -408,11 +408,11 @@ class Simulator:
         return min(self.model.num_micro_batches, max(self.model.stage_of_layer) + 1 - stage)
 
     def room_for_layers(self, stage: int, room_bytes: int) -> int:
-        """Bytes that a stage's layers may keep of one micro-batch if a rank has room for ``room_bytes``."""
+        """Bytes that a stage's layers may keep of one micro-batch if a rank has ``room_bytes`` of free memory."""
         return room_bytes // self._num_in_flight(stage) - self._kept_beside(stage)
 
     def _kept_beside(self, stage: int) -> int:
-        """Bytes that a stage keeps of one micro-batch beside its layers; an upper bound on a stage in the middle."""
+        """Bytes that a stage keeps of one micro-batch next to its layers; an upper bound on a stage in the middle."""
         saved, stage_of = self.costs.saved_bytes, self.model.stage_of_layer
         num_projections = sum(stage_of[number - 1] == stage for number in self.model.mtp_layers)
         projection = saved(LayerKind.MTP, ChunkDim.BATCH, 1) if num_projections else 0

@@ -31,7 +31,7 @@ class PerSenderTransport(Transport):
     def __init__(
         self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta
     ) -> None:
-        """Creates the process groups: collective over all ranks of the world, not only those of the two groups."""
+        """Creates the process groups: collective over all ranks of the world, not only over the two groups."""
         self._rank = ep_group.rank()
         self._num_ranks = ep_group.size()
         self._stats = stats
@@ -54,7 +54,7 @@ class PerSenderTransport(Transport):
         none = [0] * self._num_ranks
         works = []
         parts = received.split(list(receive_rows))
-        # Receives first: gloo notifies the senders to begin, and that notice must not queue behind our own rows.
+        # Receives first: gloo notifies the senders to begin, and that notice must not queue behind our local rows.
         for sender, rows in enumerate(parts):
             if sender != self._rank:
                 from_sender = [number if rank == sender else 0 for rank, number in enumerate(receive_rows)]

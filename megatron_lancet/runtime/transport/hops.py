@@ -1,10 +1,10 @@
 """Two hops of a message, between nodes and inside a node, each with a transport of its own.
 
 Legend: P ranks of an expert-parallel group on N nodes, L = P / N of them on each, V ranks that hold the parts of the
-same experts (expert tensor parallel size). First hop: from a rank to those with the same place on the other nodes, N
-ranks in all. Second hop: between the ranks of a node, L * V in all. The two have connections (communicators and
-streams) of their own, so messages of both are on the way at the same time; all ranks launch the messages of each in
-the plan's order.
+same experts (expert tensor parallel size). First hop: from a rank to the ranks with the same place on the other nodes,
+N ranks in all. Second hop: between the ranks of a node, L * V in all. The two have connections (communicators and
+streams) of their own, so messages of both are on the way at the same time; all ranks launch the messages of each in the
+plan's order.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Hops:
     """Connections of two hops.
 
     Attributes:
-        by_kind: those of a kind of message.
+        by_kind: the connections of a kind of message.
     """
 
     nodes: Nodes

@@ -1,6 +1,6 @@
 """NCCL transport: rows in launch order on one stream next to the compute stream, token counts on another.
 
-Both streams have the highest priority: a collective that is launched beside a large kernel gets multiprocessors as soon
+Both streams have the highest priority: a collective that is launched during a large kernel gets multiprocessors as soon
 as blocks of that kernel end, not when all of them have been placed.
 """
 
@@ -90,7 +90,7 @@ class _StreamCounts:
 
 
 class StreamTransport(Transport):
-    """Launches collectives of rows in the order of the calls on one stream, and those of counts on another.
+    """Launches collectives of rows in the order of the calls on one stream, and collectives of counts on another.
 
     The two streams have communicators of their own. All ranks launch the collectives of both in the same order.
     """

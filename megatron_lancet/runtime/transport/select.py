@@ -44,7 +44,7 @@ def make_transport(
 
 def make_hops(
     nodes: Nodes,
-    num_holders: int,
+    expert_tp_size: int,
     counts_group: dist.ProcessGroup,
     device: torch.device,
     stats: CommStats,
@@ -55,15 +55,15 @@ def make_hops(
     """Makes the connections of two hops. Collective over all ranks of the world.
 
     Args:
-        num_holders: V.
+        expert_tp_size: V.
         counts_group: the P * V ranks that exchange token counts.
         timeout: time for which a rank waits for the others; NCCL keeps the group's own.
         key_store: store by which ranks find out which of them failed; None leaves it unnamed.
-        like: a group whose settings for NCCL the connections get, too; None for NCCL's own.
+        like: a group whose settings for NCCL the connections also get; None for NCCL's own.
     """
     world_ranks, own = dist.get_process_group_ranks(counts_group), counts_group.rank()
     by_kind: dict[str, Hop] = {}
-    for kinds, places in zip((BETWEEN_NODES, INSIDE_NODE), nodes.hops_of(own, num_holders), strict=True):
+    for kinds, places in zip((BETWEEN_NODES, INSIDE_NODE), nodes.hops_of(own, expert_tp_size), strict=True):
         ranks = [world_ranks[place] for place in places]
         (group,) = new_groups(ranks, 1, timeout, like=like)
         transport = make_transport(group, group, device, stats, timeout)

@@ -45,7 +45,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class MockProcessGroup(_ProcessGroup):
     """The mocked group. The names of its methods and the order of their arguments are c10d's.
 
-    Messages on a device share ``link`` with those of all groups that have it. Messages of the host take as long, but
+    Messages on a device share ``link`` with all groups that have it. Messages of the host take as long, but
     share it with no other group. ``timeout`` is the maximum duration of a host's wait. Outputs are written through
     ``.data``: as on a real link, autograd does not see this as a change of the tensor.
     """

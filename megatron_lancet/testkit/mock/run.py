@@ -79,7 +79,7 @@ class MockedWorld(Feature):
                 "WORLD_SIZE set to the number of ranks to play and RANK=0 or unset."
             )
         if links.mock_node_link is not None and given_ranks_per_node(config) is None:
-            raise UsageError(f"{_NODE_LINK_FLAG} is the link inside a node: pass {NODES_FLAG} N, too, or drop it.")
+            raise UsageError(f"{_NODE_LINK_FLAG} is the link inside a node: also pass {NODES_FLAG} N, or drop it.")
         for name, reason in _unsupported(args):
             raise UsageError(
                 f"{name} does not work with {_BACKEND_FLAG} {BACKEND}: {reason}. Change it, or run on real ranks."
@@ -159,7 +159,7 @@ def _description(args: argparse.Namespace, links: MockFlags) -> str:
     return (
         f"mocked: this process plays rank 0 of {args.world_size}, link {links.mock_link or Link()}{inside}. "
         "All-to-alls return what was sent and all ranks count as having this one's data: losses and throughput are "
-        "those of the mocked world."
+        "of the mocked world."
     )
 
 

@@ -1,4 +1,4 @@
-"""The streams of autograd, which the engine of a CPU does not know.
+"""The streams of autograd, which the engine of a CPU does not have.
 
 On CUDA a node runs on the stream that was current when it was made. Nodes of a forward pass are made on the stream that
 computes. The accumulation node of a parameter is made by DDP's constructor, on the stream that is current there, and
@@ -46,7 +46,7 @@ class LeafStreams:
             hook()
 
     def join(self) -> None:
-        """Makes the current stream wait for those of all nodes that have run."""
+        """Makes the current stream wait for the streams of all nodes that have run."""
         for stream in self._used:
             self._gpu.current_stream().wait_stream(stream)
         self._used.clear()

@@ -27,7 +27,7 @@ def virtual_link(gpu: "VirtualGpu") -> Iterator[None]:
     """Inside the context a message of a mocked group is what it is on a device, with an operator for Triton's kernel.
 
     The operator reads the source and writes the target and the words of its stream, so a late stream delivers late, and
-    two streams with the same words are a race. Nothing takes time. The words tell the times of a link whose messages
+    two streams with the same words are a race. Nothing takes time. The words give the times of a link whose messages
     start as soon as the one before is over, from 0 on.
 
     Args:

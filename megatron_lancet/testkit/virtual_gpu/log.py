@@ -29,7 +29,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class StreamWaits:
-    """A stream was told to wait for an event."""
+    """A stream got a wait for an event."""
 
     stream: int
     event: int

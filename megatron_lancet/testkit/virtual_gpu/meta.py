@@ -1,9 +1,9 @@
 """A virtual GPU whose tensors have shapes and no values, for models of real size: its log is what matters.
 
-Tensors of the GPU are on torch's meta device, those of the host on the CPU. Where the host needs a value of the GPU, as
-token counts that are sizes of messages, it must be known. Small integer tensors therefore have *shadows*: values on
-the CPU, computed along as long as every argument of an operator has them. What a router would decide is supplied by
-the caller.
+Tensors of the GPU are on torch's meta device, tensors of the host on the CPU. Where the host needs a value of the GPU,
+as token counts that are sizes of messages, it must be known. Small integer tensors therefore have *shadows*: values on
+the CPU, computed along as long as every argument of an operator has them. What a router would decide is supplied by the
+caller.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,7 +185,7 @@ def _to_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class _MetaTransfers:
-    """Says where new tensors are made, and what the host sees of those of the GPU."""
+    """Says where new tensors are made, and what the host sees of the GPU's tensors."""
 
     creates_on_host = False
 

@@ -1,6 +1,6 @@
 """Which of two accesses happens before the other: vector clocks of streams, events and the host.
 
-The clocks are those of ``torch.cuda._sanitizer``, a class in plain Python. The host counts as one more stream: what it
+The clocks are ``torch.cuda._sanitizer``'s, a class in plain Python. The host counts as one more stream: what it
 enqueues comes after all that it has waited for.
 """
 
@@ -11,7 +11,7 @@ HOST = -1
 
 
 class Order:
-    """The order that a GPU has been told to keep.
+    """The order that a GPU must keep.
 
     Attributes:
         num_kernels: kernels that were enqueued so far, on all streams and on the host.

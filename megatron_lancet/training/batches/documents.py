@@ -21,12 +21,12 @@ class DocumentBatch:
     """A micro-batch of documents. Every sample is full: its documents follow each other without a gap.
 
     Attributes:
-        tensors: [B, s] each, those of :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
+        tensors: [B, s] each, the :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
             each document, ``loss_mask`` is 1 where a token counts.
         bounds: [documents + 1] int32, where documents begin in the samples laid end to end: 0 ... B * S, no repeats. On
             the host, where the overlapping block reads them without waiting for a device.
         num_samples: B.
-        num_positions: S; the ranks of a context-parallel group hold so many together.
+        num_positions: S, in all ranks of a context-parallel group together.
         longest: positions of the longest document.
     """
 
@@ -58,7 +58,7 @@ class DocumentBatch:
         if bounds[:, 0].any() or (bounds[:, -1] != num_positions).any() or (bounds.diff() < 0).any():
             raise UsageError(
                 f"cu_seqlens of each sample should rise from 0 to its {num_positions} positions, and a batch has "
-                f"{bounds.tolist()}. Mend the data set that gives them."
+                f"{bounds.tolist()}. Fix the data set that gives them."
             )
         starts = num_positions * torch.arange(num_samples, dtype=torch.int32)
         end_to_end = torch.unique_consecutive((bounds.int() + starts[:, None]).flatten())

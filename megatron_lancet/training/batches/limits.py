@@ -1,4 +1,4 @@
-"""What samples of documents do not work with."""
+"""Settings that do not work with samples of documents."""
 
 import argparse
 
@@ -16,7 +16,7 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: the run has what does not know documents.
+        UsageError: a part of the run does not support documents.
     """
     if not args.dataloader_inter_document_masking:
         return
@@ -57,7 +57,7 @@ def _check_own_script(args: argparse.Namespace) -> None:
     """Megatron's own pretrain_gpt.py lays the samples of a micro-batch end to end before it shares them out.
 
     Raises:
-        UsageError: the block can't tell them apart again.
+        UsageError: the block can't separate them again.
     """
     if args.spec is None or tuple(args.spec) != OWN_SPEC:
         return
@@ -65,7 +65,7 @@ def _check_own_script(args: argparse.Namespace) -> None:
         f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
         f"--sequence-parallel and --micro-batch-size {args.micro_batch_size}": args.sequence_parallel
         and args.micro_batch_size > 1,
-        # Megatron would give later stages the hidden states in the shape of samples beside each other.
+        # Megatron would give later stages the hidden states in the shape of samples next to each other.
         f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
         f"{args.micro_batch_size}": args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
     }

@@ -1,7 +1,7 @@
 """Shares out a micro-batch of documents over the ranks of a model-parallel group.
 
 Megatron's ``get_batch_on_this_tp_rank`` does so for batches of ``--seq-length`` positions. Here each micro-batch may
-have another number of samples and of positions: the ranks are told its size first.
+have another number of samples and of positions: the ranks get its size first.
 """
 
 import math

@@ -33,11 +33,11 @@ _KNOWN_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-"""All names that torch 2.11 to 2.15 write into the list of parts, beside dtypes."""
+"""All names that torch 2.11 to 2.15 write into the list of parts, next to dtypes."""
 
 
 class DamagedIndex(ValueError):  # noqa: N818 - the name states the fault
-    """The file is no list of parts. ``foreign_names`` are those of :class:`Index`, as far as it was read."""
+    """The file is no list of parts. ``foreign_names`` as in :class:`Index`, as far as it was read."""
 
     def __init__(self, reason: str, foreign_names: tuple[str, ...]) -> None:
         super().__init__(reason)

@@ -149,7 +149,7 @@ class Checkpoints:
         return None
 
     def _prepare(self, folder: Path, step: int) -> str | None:
-        """Make room for a checkpoint; returns what is missing, None if there is room."""
+        """Frees disk space for a checkpoint; returns the missing amount, None if there is enough."""
         try:
             remove_leftover(folder, step)
             steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]
@@ -171,7 +171,7 @@ class Checkpoints:
             step = None
         if step is None:
             return "No checkpoint was saved before."
-        return f"The latest checkpoint there is still that of step {step}: start again with --load {folder}."
+        return f"The latest checkpoint there is still from step {step}: start again with --load {folder}."
 
 
 def _reason(error: BaseException) -> str:

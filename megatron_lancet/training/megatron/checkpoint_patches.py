@@ -110,7 +110,7 @@ def asked_to_stop(handler: Any, begin: Callable[[], None]) -> Iterator[None]:
     """Makes Megatron ask ``handler`` after each step whether to save and exit, instead of its own signal handler.
 
     Args:
-        handler: object whose ``signals_received()`` is called on all ranks and tells which ranks were asked to stop.
+        handler: object whose ``signals_received()`` is called on all ranks and returns which ranks were asked to stop.
         begin: called when the training loop begins.
     """
     with around(training, "get_signal_handler", lambda stock: handler), training_loop_hooks(before=begin):

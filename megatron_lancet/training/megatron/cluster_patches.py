@@ -1,4 +1,4 @@
-"""What Megatron's validation sees: of a cluster in a dry run, and of CUDA's connections in a run with a plan."""
+"""Replaces inputs of Megatron's validation: the cluster in a dry run, CUDA's connections in a run with a plan."""
 
 import os
 import sys

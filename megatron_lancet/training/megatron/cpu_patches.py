@@ -39,7 +39,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def _split_sizes_as_ints(stock: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Converts CPU tensors, too, which Megatron leaves alone: all_to_all_single takes no tensor as split sizes."""
+    """Also converts CPU tensors, which Megatron leaves alone: all_to_all_single takes no tensor as split sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -109,7 +109,7 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        # Bounds of documents, if there are any, are not asked for: Megatron would share out samples by them.
+        # Bounds of documents are left out: Megatron would share out samples by them.
         values = {key: sample.get(key) for key in _TENSOR_KEYS}
         batch = {key: value if value is None else value.cuda(non_blocking=True) for key, value in values.items()}
         batch |= dict.fromkeys(_PACKED_KEYS)

@@ -113,7 +113,7 @@ def _recorded(
     scheduler: CommScheduler, group: dist.ProcessGroup, async_ops: bool = False
 ) -> Iterator[PendingReduction]:
     """Replaces torch's coalescing manager: records the collectives inside and yields the handle to wait for."""
-    assert async_ops, "gradients are reduced in micro-ops only beside the backward pass"
+    assert async_ops, "gradients are reduced in micro-ops only during the backward pass"
     collectives: list[_Collective] = []
     reduction = PendingReduction(scheduler)
     cut = scheduler.micro_ops

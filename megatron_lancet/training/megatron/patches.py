@@ -55,7 +55,8 @@ def dropped_outputs() -> AbstractContextManager[None]:
 
 
 def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
-    """Lets NCCL's kernels of the expert-parallel groups that Megatron makes inside the context take so many SMs.
+    """Lets NCCL's kernels of the expert-parallel groups that Megatron makes inside the context take ``max_ctas`` SMs at
+    most.
 
     Other options of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups`` stay.
 
@@ -93,7 +94,7 @@ def resumable_distributed_optimizer() -> Iterator[None]:
 
     Stock copies into fp32 parameters, which require gradients, with autograd on. With torch's Adam it also reads the
     step count from optimizer state that does not exist yet, and overwrites torch's per-parameter step counters, one
-    tensor that all share, by those of before loading. The saved count survives in the parameter groups. Fully
+    tensor that all share, by the tensors of before loading. The saved count survives in the parameter groups. Fully
     reshardable state has no such counters, and stock looks for them.
     """
     has_torch_adam = not distrib_optimizer.HAVE_APEX_OR_TE
@@ -204,7 +205,7 @@ def optimizer_of_steps(take: Callable[[Any], None]) -> AbstractContextManager[No
 
 
 def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
-    """Lets Megatron log further losses of routers beside its own, which it names one by one.
+    """Lets Megatron log further losses of routers in addition to its own, which it names one by one.
 
     Args:
         names: by which routers record them.

@@ -201,7 +201,7 @@ SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_CHECKPO
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
-"""Attributes of weights that tell DDP to accept their gradients later."""
+"""Attributes of weights that make DDP accept their gradients later."""
 
 _START_GRAD_SYNC = (
     "_coalescing_manager(communication_group, async_ops=async_op) as cm",
@@ -271,7 +271,7 @@ def missing_functions(seams: Iterable[Seam]) -> list[str]:
         if function is None:
             missing.append(where)
             continue
-        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
+        # jit-fused functions are compiled wrappers: the signature belongs to the function inside.
         known = inspect.signature(inspect.unwrap(function)).parameters
         missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
     return missing

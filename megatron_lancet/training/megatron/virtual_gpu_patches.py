@@ -1,4 +1,4 @@
-"""What Megatron does on a GPU only, for a virtual one: streams of DDP's hooks, compiled functions, copies of sizes."""
+"""Megatron's code for GPUs only, run on a virtual one: streams of DDP's hooks, compiled functions, copies of sizes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -55,7 +55,7 @@ def megatrons_kernels_of_a_gpu(run_as_one: Callable[[Callable[..., Any], Sequenc
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron does with split sizes on a GPU."""
+    """Megatron's copy of split sizes on a GPU."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     on_host = tensor.to(torch.device("cpu"), non_blocking=True)

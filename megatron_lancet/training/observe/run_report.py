@@ -45,7 +45,7 @@ def report_overlap(
         traced: the traced steps; None if no step was traced.
         tuner: the tuner that has found the plan; None if the plan was given.
         maker: holds the profile with which the plan was made; None if the plan was given.
-        features: those of the run, with keys, lines and files of their own.
+        features: the run's features, with keys, lines and files of their own.
     """
     profile = maker.profile if maker is not None else None
     timelines = traced.gather(str(setup.plan)) if traced is not None else None

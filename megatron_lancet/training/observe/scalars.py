@@ -1,4 +1,4 @@
-"""Writes figures of each step to TensorBoard, beside Megatron's own."""
+"""Writes figures of each step to TensorBoard, next to Megatron's own."""
 
 from typing import Protocol
 

@@ -64,7 +64,7 @@ class StepRecorder:
     ) -> None:
         """
         Args:
-            features: those of the run, with keys and lines of their own; read when a step has run.
+            features: the run's features, with keys and lines of their own; read when a step has run.
         """
         self._args = args
         self._features = features

@@ -79,7 +79,7 @@ class TracedSteps:
         own = (_timeline(self._before), _timeline(self.last)) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
-        # By rank: in a mocked world every entry is that of rank 0.
+        # By rank: in a mocked world every entry is rank 0's.
         before = {timeline.rank: timeline for timeline, _ in everywhere if timeline is not None}
         now = {timeline.rank: timeline for _, timeline in everywhere if timeline is not None}
         if dist.get_rank() != 0 or not now:

@@ -29,6 +29,12 @@ def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
     return config.attention is AttentionChoice.SDPA or needs_own_attention(args) is not None
 
 
+def may_use_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether plans without sequence chunks may have torch's fused kernel, and need not."""
+    is_free = config.attention is AttentionChoice.AUTO and needs_own_attention(args) is None
+    return is_free and args.transformer_impl == "local" and not sdpa_blockers(args)
+
+
 def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     """Checks the core attention that the user asks for.
 
@@ -44,7 +50,7 @@ def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     if need and config.attention is AttentionChoice.STOCK:
         raise UsageError(
             f"--lancet-attention stock does not work with {need}: Megatron's local core attention takes heads of one "
-            "size, sees one rank's tokens only and knows no documents. Drop the flag, or pass --lancet-attention sdpa."
+            "size, sees one rank's tokens only and has no documents. Drop the flag, or pass --lancet-attention sdpa."
         )
     blockers = sdpa_blockers(args)
     if uses_sdpa(args, config) and blockers:

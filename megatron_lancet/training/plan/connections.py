@@ -1,4 +1,4 @@
-"""CUDA's connections in a run: what a plan loses with one, and what Megatron asks for without a plan."""
+"""CUDA's connections in a run: the loss of a plan with one, and Megatron's setting without a plan."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What a plan's all-to-alls carry, ``--lancet-dispatch``: which dispatches a run allows, and why not others."""
+"""The dispatch of a plan, ``--lancet-dispatch``: which dispatches a run allows, and why not others."""
 
 import argparse
 
@@ -37,7 +37,7 @@ def nodes_of(args: argparse.Namespace, config: LancetConfig) -> Nodes | str | No
     per_node = ranks_per_node(args, config)
     if per_node is None:
         return None
-    return nodes_of_group(args.expert_model_parallel_size, _num_holders(args), per_node)
+    return nodes_of_group(args.expert_model_parallel_size, _expert_tp_size(args), per_node)
 
 
 def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> Blocker | None:
@@ -72,7 +72,7 @@ def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatc
 
 
 def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[Dispatch, ...], list[Exclusion]]:
-    """What a planner may let all-to-alls carry, and why the run excludes the other dispatches if it does.
+    """Dispatches that a planner may choose, and the reasons against the others.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.
@@ -83,7 +83,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
     if config.dispatch is not None:
         refusal = refusal_of(args, config, config.dispatch, f"drop the flag, or pass {FLAG} {PLAIN}")
         if refusal is not None:
-            raise UsageError(f"{FLAG} {config.dispatch} can't be followed: {refusal}")
+            raise UsageError(f"{FLAG} {config.dispatch} is not possible: {refusal}")
         return (config.dispatch,), []
     blockers = {dispatch: dispatch_blocker(args, config, dispatch) for dispatch in Dispatch.known().values()}
     excluded = [
@@ -98,7 +98,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
 
 
 def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Dispatch, list[str]]:
-    """What the all-to-alls of a plan that is made without measurements carry, and a note if less was asked for.
+    """The dispatch of a plan that is made without measurements, and a note if it is not the requested one.
 
     Args:
         args: Megatron's arguments, after the mapping of its flags.
@@ -119,7 +119,7 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
-    """Which rows a run sends that asks for Megatron's deduplicating dispatcher.
+    """The dispatch of a run with Megatron's deduplicating dispatcher.
 
     Args:
         args: Megatron's arguments, validated or not.
@@ -149,12 +149,12 @@ def layout_of(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str
     )
 
 
-def _num_holders(args: argparse.Namespace) -> int:
+def _expert_tp_size(args: argparse.Namespace) -> int:
     return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
 
 
 def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> bool:
-    """Whether the reason against a dispatch is more than that a token has one expert, or that nothing leaves a node.
+    """Whether a user should be told why a dispatch is excluded.
 
     Where nodes are unknown, as in a dry run, the dry run has a line of its own.
     """
@@ -163,6 +163,6 @@ def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: 
     per_node = ranks_per_node(args, config)
     if per_node in (None, 1):
         return False
-    group_size = args.expert_model_parallel_size * _num_holders(args)
+    group_size = args.expert_model_parallel_size * _expert_tp_size(args)
     is_inside = group_size <= per_node and per_node % group_size == 0
     return args.moe_router_topk > 1 and not is_inside

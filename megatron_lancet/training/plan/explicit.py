@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.dispatch import refusal_of
-from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
+from megatron_lancet.training.plan.limits import chunked_dim, routing_over_full_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls, micro_batch_shape
 
 
@@ -39,6 +39,11 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             f"--lancet-plan {path} overlaps the all-to-all of expert parallelism, but there is none: "
             f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
         )
+    if content.plan.fused_attention and config.attention is AttentionChoice.STOCK:
+        raise UsageError(
+            f"--lancet-attention stock contradicts --lancet-plan {path}: the file sets fused_attention. Drop one of "
+            "the two."
+        )
     _check_segments(content.plan.segments, "", path, args, config)
     if content.plan.is_paired:
         _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)
@@ -47,12 +52,12 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
     refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
     if refusal is not None:
         how = content.plan.dispatch.refusal
-        raise UsageError(f"--lancet-plan {path} {how}, which can't be followed: {refusal}")
+        raise UsageError(f"--lancet-plan {path} {how}, which is not possible here: {refusal}")
     return content.plan
 
 
 def model_of_run(args: argparse.Namespace, config: LancetConfig) -> MadeFor:
-    """Model and layout of this run, to be compared with those of a plan file."""
+    """Model and layout of this run, to be compared with a plan file's."""
     samples, positions = micro_batch_shape(args, config)
     num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
     kinds += kinds[-1:] * num_mtp  # like the last layer
@@ -100,8 +105,8 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
         sizes = ", ".join(map(str, segment.chunk_sizes(along.size)))
         yield f"its chunks have {sizes} {along.units}, and {along.why}. Make a plan for this run"
     if segment.range is not OverlapRange.EXPERTS:
-        for whole in routing_over_whole_micro_batch(args):
-            yield f"{whole} looks at the whole micro-batch, so chunks may only start after the gate: range experts"
+        for whole in routing_over_full_micro_batch(args):
+            yield f"{whole} looks at the full micro-batch, so chunks may only start after the gate: range experts"
     if segment.chunk_dim is ChunkDim.SEQUENCE:
         for blocker in sequence_blockers(args, config, segment.range):
             yield f"sequence chunks do not work with {blocker}. Drop it, or plan without sequence chunks"

@@ -83,7 +83,7 @@ def sequence_refusal(blocker: str) -> UsageError:
     )
 
 
-def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
+def routing_over_full_micro_batch(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags with which a token's route depends on other tokens, or on random numbers drawn in each call."""
     balancing = args.moe_router_load_balancing_type
     kinds = balancing if isinstance(balancing, list) else [balancing]
@@ -101,7 +101,7 @@ def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
-    """Combines the user's limits with those of the run.
+    """Combines the user's limits with the run's.
 
     Limits are a product of dimensions and ranges. If sequence chunks work in some ranges only, all ranges are kept and
     the dimension is excluded, unless the batch can't be cut: then only the sequence is left.
@@ -114,10 +114,10 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     """
     excluded: list[Exclusion] = []
     ranges = [config.range] if config.range else list(OverlapRange)
-    whole = ", ".join(routing_over_whole_micro_batch(args))
+    whole = ", ".join(routing_over_full_micro_batch(args))
     if whole:
         ranges = [OverlapRange.EXPERTS]
-        excluded.append(Exclusion("ranges before dispatch", f"{whole} looks at the whole micro-batch"))
+        excluded.append(Exclusion("ranges before dispatch", f"{whole} looks at the full micro-batch"))
     dims = [config.chunk_dim] if config.chunk_dim else list(ChunkDim)
     blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
     exact = [one for one in ranges if blockers[one] is None]

@@ -17,7 +17,7 @@ from megatron_lancet.training.plan.limits import (
     ChunkedDim,
     chunked_dim,
     planning_limits,
-    routing_over_whole_micro_batch,
+    routing_over_full_micro_batch,
     sequence_blockers,
     sequence_refusal,
 )
@@ -87,10 +87,10 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
     """Makes a plan from the flags without any measurement, with notes for the user."""
     notes = []
     overlap_range = config.range or OverlapRange.STACK
-    whole = ", ".join(routing_over_whole_micro_batch(args))
+    whole = ", ".join(routing_over_full_micro_batch(args))
     if whole and overlap_range is not OverlapRange.EXPERTS:
         overlap_range = OverlapRange.EXPERTS
-        notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
+        notes.append(f"chunks start after the gate, because {whole} looks at the full micro-batch")
     blockers = list(sequence_blockers(args, config, overlap_range))
     num_chunks, dim = _chunks(args, config, blockers)
     along = chunked_dim(args, config, dim)
@@ -117,9 +117,9 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
 def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:
     """Yields notes on why micro-batches are not cut by default."""
     if along.most_chunks < along.size:
-        yield f"a micro-batch of {along.size} {along.units} stays whole, because {along.why}"
+        yield f"a micro-batch of {along.size} {along.units} is not cut, because {along.why}"
     if dim is ChunkDim.BATCH:
-        whole = "a micro-batch of 1 stays whole, because " if along.size == 1 else ""
+        whole = "a micro-batch of 1 is not cut, because " if along.size == 1 else ""
         yield f"{whole}sequence chunks do not work with {blockers[0] if blockers else '--lancet-chunk-dim batch'}"
 
 

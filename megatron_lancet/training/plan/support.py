@@ -36,11 +36,11 @@ _HYBRID_SPECS = (
     ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
     ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
 )
-"""Values of ``--spec`` in scripts for hybrid models: names of the layers that Megatron builds without it, too."""
+"""Values of ``--spec`` in scripts for hybrid models: names of the layers that Megatron also builds without it."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
 """Values of ``--recompute-modules`` for any layers."""
 _RECOMPUTABLE_WITH_TE = {"layernorm", "mla_up_proj", "moe_act"}
-"""Values of ``--recompute-modules`` for layers of Transformer Engine; stock's recompute of them needs it, too."""
+"""Values of ``--recompute-modules`` for layers of Transformer Engine; stock's recompute of them also needs it."""
 
 
 class Topic(StrEnum):
@@ -107,11 +107,11 @@ _ONE_OP = "an operation of Transformer Engine's op fuser; it was not compared wi
 _FUSER_ONLY = "Megatron's grouped linear layers there need Transformer Engine's op fuser, which defers no dW"
 _SINGLE_WEIGHT = "one parameter for all experts; it needs Transformer Engine's op fuser, which defers no dW"
 _USERBUFFERS = (
-    "its buffers have the size of the whole micro-batch, and Transformer Engine defers no dW with them; a CPU run "
+    "its buffers have the size of the full micro-batch, and Transformer Engine defers no dW with them; a CPU run "
     "switches it off"
 )
-_NO_USERBUFFERS = "drop it, userbuffers hold whole micro-batches and defer no dW"
-_FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by itself"
+_NO_USERBUFFERS = "drop it, userbuffers hold unchunked micro-batches and defer no dW"
+_FUSED_RESIDUAL = "its norms also return the residual, which the block adds by itself"
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
 _TE_DOCUMENTS = "Transformer Engine's attention expects each document cut over the ranks, and samples are"
@@ -120,7 +120,7 @@ _KITCHEN = "layers of the kitchen extension"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
 _UPCYCLING = "convert the checkpoint in a run of its own"
-_LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
+_LOCAL_MODULES = "local layers can't recompute these modules in stock either"
 _MODULES = (
     f"choose among {', '.join(sorted(_RECOMPUTABLE))}, and with --transformer-impl transformer_engine "
     f"{', '.join(sorted(_RECOMPUTABLE_WITH_TE))}"
@@ -131,8 +131,8 @@ _GRAPHS = (
     "the size of a message is known only when token counts have arrived: no graph can hold the ops of a chunk, and "
     "single parts of a layer are not captured either"
 )
-_HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch"
-_NO_HOOKS = "drop it, it would save one chunk for the whole micro-batch"
+_HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the full micro-batch"
+_NO_HOOKS = "drop it, it would save one chunk for the full micro-batch"
 
 
 def _weight_shards(args: argparse.Namespace) -> object:

@@ -1,4 +1,4 @@
-"""How many ranks each node has: from ``--lancet-ranks-per-node``, or from what the launcher tells its processes."""
+"""How many ranks each node has: from ``--lancet-ranks-per-node``, or from the environment that the launcher sets."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ def given_ranks_per_node(config: LancetConfig) -> int | None:
 
 
 def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None:
-    """Ranks of each node; None where nothing tells it, or nodes have unequal numbers of ranks.
+    """Ranks of each node; None if it is unknown, or nodes have unequal numbers of ranks.
 
     Args:
         args: Megatron's arguments, validated or not.

@@ -1,4 +1,4 @@
-"""Prints lines of a run on standard output, beside Megatron's own log, once for all ranks."""
+"""Prints lines of a run on standard output, next to Megatron's own log, once for all ranks."""
 
 import os
 

@@ -121,7 +121,7 @@ def log_and_exit_on_signal(status: RankStatus) -> Iterator[None]:
     A SIGTERM calls ``status.on_sigterm`` instead where that is set.
 
     This works also while the main thread waits inside a collective, where Python's handlers don't run: a separate
-    thread learns of the signal from a pipe. A handler that is installed later, like Megatron's
+    thread reads the signal from a pipe. A handler that is installed later, like Megatron's
     ``--exit-signal-handler``, takes precedence.
     """
     read_end, write_end = os.pipe()
@@ -169,7 +169,7 @@ def _watch(read_end: int, status: RankStatus) -> None:
         if number == signal.SIGTERM and (ask := status.on_sigterm) is not None:
             ask()
             continue
-        # A launcher stops the ranks that wait beside one that refused its arguments: they print nothing.
+        # A launcher stops the ranks that wait next to one that refused its arguments: they print nothing.
         if number == signal.SIGINT or status.describe is not None:
             say(f"error: {signal.Signals(number).name} ended {status}")
         _exit(_SIGNALLED_EXIT_CODE + number)

@@ -19,7 +19,8 @@ _PATIENCE_S = 20.0
 
 
 def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Decide whether SIGTERM saves and ends the run, and tell Megatron, whose data loaders' workers then ignore it.
+    """Decide whether SIGTERM saves and ends the run, and pass that to Megatron, whose data loaders' workers then ignore
+    it.
 
     SIGTERM does so with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for one of
     Megatron's handlers. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would
@@ -49,7 +50,7 @@ class StopRequest:
         self._status.on_sigterm = self._ask
 
     def signals_received(self) -> list[bool]:
-        """Tell for each rank whether it was asked to stop, by rank. Collective over all ranks, after each step."""
+        """Returns by rank whether it was asked to stop. Collective over all ranks, after each step."""
         asked = torch.tensor([self._asked], dtype=torch.int32, device=self._device)
         flags = [torch.empty_like(asked) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, asked)
@@ -65,7 +66,8 @@ class StopRequest:
             return
         self._asked = True
         timer = threading.Timer(
-            _PATIENCE_S, lambda: say(f"SIGTERM was received {_PATIENCE_S:g} s ago, and the run goes on: {self._status}")
+            _PATIENCE_S,
+            lambda: say(f"SIGTERM was received {_PATIENCE_S:g} s ago, and the run continues: {self._status}"),
         )
         timer.daemon = True
         timer.start()

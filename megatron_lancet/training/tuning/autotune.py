@@ -12,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.runtime.collectives import from_rank_0
+from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.tuning.controller import PlanningFailed, TuningController, TuningState
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, over_ranks, stats_of_rank
+from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, steps_of_run
 from megatron_lancet.training.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 
 
@@ -57,6 +58,7 @@ class AutoTune:
         self._started = False
         self._how = ""
         self._num_lines_said = 0
+        self._ranks_differ = False  # some have switched to a plan that others can't run
         setattr(args, ATTRIBUTE, None)
 
     def take_from_checkpoint(self, saved_args: Any) -> None:
@@ -74,8 +76,9 @@ class AutoTune:
             self._profile_on()
         else:
             result = step()
-            if self._controller.state is not TuningState.FIXED and self._controller.step_done():
-                self._act(self._controller.decide(self._measured()))
+            controller = self._controller
+            if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
+                self._act(controller.decide(self._measured()))
         self._say()
         return result
 
@@ -149,7 +152,8 @@ class AutoTune:
             self._maker.begin(again=controller.settled)
             self._profile_on()
         elif plan is not None:
-            self._switch(plan)
+            while (reason := self._failure(plan)) is not None:
+                plan = controller.plan_failed(reason)
         if controller.state is TuningState.WATCH:  # checkpoints contain Megatron's arguments
             assert controller.chosen is not None
             kept = TunedPlan(
@@ -157,8 +161,27 @@ class AutoTune:
             )
             setattr(self._args, ATTRIBUTE, kept.to_json())
 
+    def _failure(self, plan: Plan) -> str | None:
+        """Switches to a plan, or says why some rank can't run it. Collective.
+
+        Raises:
+            UsageError: the plan does not race, so there is no other in its place.
+        """
+        if self._controller.state is not TuningState.RACE:
+            self._switch(plan)
+            return None
+        reason: str | None = None
+        try:
+            self._switch(plan)
+        except UsageError as error:
+            reason = str(error)
+        failed = next((one for one in from_all_ranks(reason) if one is not None), None)
+        self._ranks_differ = failed is not None
+        return failed
+
     def _switch(self, plan: Plan) -> None:
-        if plan != self._setup.plan:
+        if plan != self._setup.plan or self._ranks_differ:
+            self._ranks_differ = False
             self._setup.switch(plan)
         self._recorder.restart()
 
@@ -169,16 +192,16 @@ class AutoTune:
         for line in lines:
             say(f"Megatron-Lancet plan: {line}")
 
-    def _measured(self) -> StepStats:
-        """Combines the last steps of all ranks. Collective."""
+    def _measured(self) -> list[StepTimes]:
+        """The last steps, of all ranks together. Collective."""
         steps = [
-            StepTimes(record.step_ms, record.comm.exposed_ms + record.comm.counts_exposed_ms, record.comm.all_to_all_ms)
-            for record in self._recorder.records[-self._controller.num_tune_steps :]
+            (record.step_ms, record.comm.exposed_ms + record.comm.counts_exposed_ms, record.comm.all_to_all_ms)
+            for record in self._recorder.records[-self._controller.num_measured_steps :]
         ]
-        row = torch.tensor(stats_of_rank(steps).as_row(), dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
-        return over_ranks([row.tolist() for row in rows])
+        own = torch.tensor(steps, dtype=torch.float64, device=self._device)
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, own)
+        return steps_of_run([[StepTimes(*step) for step in rank.tolist()] for rank in ranks])
 
 
 def _asdict(stats: StepStats | StepEstimate | None) -> dict[str, Any] | None:

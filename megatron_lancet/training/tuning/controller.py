@@ -1,25 +1,30 @@
-"""The decisions of ``--lancet-plan auto``: what to measure, when to plan, and whether to keep a plan. No torch here.
+"""The decisions of ``--lancet-plan auto``: what to measure, when to plan, and which plan to keep. No torch here.
 
-    warm-up -> baseline -> (profile, plan) -> verify -> watch
-                                ^              |          |
-                                |              +- back ---+
-                                +---------- drift --------+
+    warm-up -> baseline -> (profile, plan) -> race -> watch
+                                ^                       |
+                                +-------- drift --------+
 
 Every rank has a :class:`TuningController` and feeds it the same numbers, so all ranks decide alike at the same step.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
-from megatron_lancet.training.tuning.step_stats import StepStats, exposed_noise_ms, step_noise_ms
+from megatron_lancet.training.tuning.race import (
+    MIN_TURNS,
+    NUM_FIRST_SETTLE_STEPS,
+    NUM_SETTLE_STEPS,
+    Candidate,
+    Race,
+)
+from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, exposed_noise_ms, stats_of_rank
 
 NUM_TUNING_WARM_UP_STEPS = 3
 """A run's first steps allocate memory, connect the ranks and fill caches."""
-NUM_SETTLE_STEPS = 2
-"""Unmeasured steps after a switch: the first allocates for the new plan, and the second still finds uneven caches."""
 UNEXPECTED_SHARE = 0.10
 """A prediction that is off by more than this share of the measured step is reported as far off."""
 DRIFT_SHARE = 0.05
@@ -28,20 +33,24 @@ NUM_DRIFT_WINDOWS = 3
 """Consecutive measurements that must show the drift: checkpoints and other jobs pass, changed routing does not."""
 MIN_STEPS_BETWEEN_PLANS = 200
 """Limits how often a run plans anew: planning costs the time of a few steps."""
-MAX_OTHER_TRIES = 1
-"""Profiled plans that are tried after the planned one: each costs the steps of a verification."""
+_TURNS_PER_MEASUREMENT = 3
+"""A turn of the race has this part of the steps of a measurement: plans that are close have several turns."""
+_MOST_CANDIDATES = NUM_FINALISTS + 3
+"""No overlap, the same with another attention kernel, the planner's plans, and one that ran for the profile."""
 
 
 class TuningState(StrEnum):
-    """What the present steps of a run are for."""
+    """Purpose of the present steps of a run."""
 
     WARM_UP = "warm-up"
     BASELINE = "baseline"
     """Steps without overlap are measured."""
     PROFILE = "profile"
     """The profiler chooses the plan of each step; then a plan is made."""
+    RACE = "race"
+    """Plans run in turns and are measured."""
     VERIFY = "verify"
-    """Steps under a new plan are measured."""
+    """Steps under a checkpoint's plan are measured."""
     WATCH = "watch"
     """Steps under the chosen plan are measured, to notice when its exposed time changes."""
     FIXED = "fixed"
@@ -53,46 +62,28 @@ class Planned:
     """The result of planning.
 
     Attributes:
-        prediction: step time and exposed communication that measurements of the plan are expected to show.
-        why: a few words on how the plan was found.
-        profiled: plans that ran for the profile and their step times in ms, by name.
+        finalists: the planner's plans, best first, at least one.
+        others: further plans that may win.
+        kernel: runs without overlap and with another attention kernel; None if the run can't have that.
+        why: a few words on how the plans were found.
     """
 
-    plan: Plan
-    prediction: StepEstimate
+    finalists: tuple[Candidate, ...]
+    others: tuple[Candidate, ...] = ()
+    kernel: Candidate | None = None
     why: str = ""
-    profiled: Mapping[str, tuple[Plan, float]] = field(default_factory=dict)
 
 
 class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
     """No plan could be made; the message says why. It is the same on all ranks."""
 
 
-@dataclass
-class _Trial:
-    """A planned plan, and profiled ones in its place, while they are compared with the plan that ran before.
-
-    Attributes:
-        before: measured under ``fallback``, the plan that ran before.
-        others: profiled plans that were not tried yet, and their step times in ms.
-        best: the fastest plan of those that paid.
-        rejected: the fastest plan of those that were slower than the fallback.
-        is_repeat: whether the fallback is being measured again.
-    """
-
-    planned: Planned
-    before: StepStats
-    fallback: Plan
-    others: dict[str, tuple[Plan, float]]
-    best: tuple[Plan, StepStats] | None = None
-    rejected: tuple[Plan, StepStats] | None = None
-    is_repeat: bool = False
-    num_other_tries: int = 0
-
-
 def plan_without_overlap() -> Plan:
     """One chunk, every weight gradient at once: stock's arithmetic, to the bit."""
     return fixed_plan(1, DwPolicy.NONE)
+
+
+NO_OVERLAP = Candidate(plan_without_overlap(), "no overlap")
 
 
 class TuningController:
@@ -104,12 +95,12 @@ class TuningController:
 
     Attributes:
         plan: plan of the present steps; meaningless while the profiler chooses.
-        settled: whether ``plan`` was chosen: planned and verified, returned to, or taken from a checkpoint.
+        settled: whether a plan was chosen: it has won, stayed, or was taken from a checkpoint.
         baseline: measured without overlap; None before that, or if the plan is a checkpoint's.
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         num_plans: how often a plan was made.
-        remark: why the last plan that was made is not the one that runs; empty if it runs.
+        remark: why the planner's best plan does not run; empty if it runs.
         lines: all lines for the user so far, oldest first.
     """
 
@@ -128,18 +119,28 @@ class TuningController:
         self.num_plans = 0
         self.remark = ""
         self.lines: list[str] = []
-        self._trial: _Trial | None = None
+        self._race: Race | None = None
+        self._planned: Planned | None = None
+        self._num_turn_steps = max(1, num_tune_steps // _TURNS_PER_MEASUREMENT)
         self._num_steps = 0
         self._num_unmeasured = NUM_TUNING_WARM_UP_STEPS
         self._num_departed = 0
         self._num_steps_since_plan: int | None = None
 
+    @property
+    def num_measured_steps(self) -> int:
+        """Steps that the next decision needs."""
+        is_long = self.state in (TuningState.VERIFY, TuningState.WATCH)
+        return self.num_tune_steps if is_long else self._num_turn_steps
+
     def num_steps_to_plan(self, num_profile_steps: int) -> int:
-        """Training steps from the first to a verified plan; a shorter run gains nothing from tuning."""
-        return NUM_TUNING_WARM_UP_STEPS + num_profile_steps + NUM_SETTLE_STEPS + 2 * self.num_tune_steps
+        """Training steps, at most, from the first until the slow plans are out; a shorter run gains nothing."""
+        num_unmeasured = NUM_FIRST_SETTLE_STEPS + (MIN_TURNS - 1) * NUM_SETTLE_STEPS
+        num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps)
+        return NUM_TUNING_WARM_UP_STEPS + self._num_turn_steps + num_profile_steps + num_race_steps
 
     def note(self, line: str) -> None:
-        """Adds a line for the user to those of the decisions."""
+        """Adds a line for the user to the lines of the decisions."""
         self.lines.append(line)
 
     def take_over(self, plan: Plan, baseline: StepStats | None, prediction: StepEstimate | None, line: str) -> Plan:
@@ -154,60 +155,72 @@ class TuningController:
         self.settled = True
         return self._to(TuningState.FIXED, plan, 0, line)
 
-    def step_done(self) -> bool:
-        """Counts a step under ``plan``; returns whether :meth:`decide` is due, with the last ``num_tune_steps``."""
+    def step_done(self, num_micro_batches: int = 1) -> bool:
+        """Counts a step under ``plan``; returns whether :meth:`decide` is due.
+
+        Args:
+            num_micro_batches: of this step. If the batch grows during a race, that begins again.
+        """
         assert self.state not in (TuningState.PROFILE, TuningState.FIXED)
         self._num_steps += 1
         if self._num_steps_since_plan is not None:
             self._num_steps_since_plan += 1
+        if self._race is not None and self._race.begin_again(num_micro_batches):
+            self._num_steps = 0
+            self.lines += self._race.taken_lines()
         if self.state is TuningState.WARM_UP and self._num_steps == self._num_unmeasured:
             self.state = TuningState.BASELINE
-        return self._num_steps == self._num_unmeasured + self.num_tune_steps
+        return self._num_steps == self._num_unmeasured + self.num_measured_steps
 
-    def decide(self, stats: StepStats) -> Plan | None:
-        """Decides after ``num_tune_steps`` measured steps.
+    def decide(self, steps: Sequence[StepTimes]) -> Plan | None:
+        """Decides after a measurement.
 
         Args:
-            stats: measured over all ranks, the same on each.
+            steps: the last ``num_measured_steps``, of all ranks together, the same on each.
         """
         self._num_steps = self._num_unmeasured = 0
+        if self._race is not None:
+            self._race.turn_done(steps)
+            return self._race_on()
+        stats = stats_of_rank(steps)
         if self.state is TuningState.BASELINE:
             self.baseline, self.state = stats, TuningState.PROFILE
             self.note(f"without overlap: {stats}")
             return None
         if self.state is TuningState.VERIFY:
-            return self._verified(stats)
+            return self._settle(self.plan, stats, f"measured {stats}")
         assert self.state is TuningState.WATCH, self.state
         self._watched(stats)
         return None
 
-    def planned(self, planned: Planned) -> Plan | None:
-        """Verifies the planner's plan, or a profiled one that was faster than the present plan."""
+    def planned(self, planned: Planned) -> Plan:
+        """Starts a race between the planner's plans, the present one, and no overlap."""
         assert self.state is TuningState.PROFILE
-        before = self.chosen or self.baseline
-        assert before is not None
-        plan, prediction = planned.plan, planned.prediction
-        if plan.overlaps_nothing:
-            # The same, however its layers are cut into segments.
-            plan = replace(plan_without_overlap(), dispatch=plan.dispatch)
         self.num_plans += 1
-        self.remark = ""
         self._num_steps_since_plan = 0
+        planned = self._planned = replace(planned, finalists=tuple(map(_without_stages, planned.finalists)))
+        kernels = () if planned.kernel is None else (planned.kernel,)
+        present = Candidate(self.plan, prediction=self.prediction)
+        racers: dict[Plan, Candidate] = {}
+        for candidate in (NO_OVERLAP, *kernels, *planned.finalists, *planned.others, present):
+            known = racers.get(candidate.plan)
+            prediction = candidate.prediction if known is None else known.prediction or candidate.prediction
+            racers[candidate.plan] = replace(known or candidate, prediction=prediction)
+        self._race = Race(list(racers.values()), NO_OVERLAP, planned.kernel)
         found = f" ({planned.why})" if planned.why else ""
-        line = f"{plan}: predicted {prediction.step_ms:.1f} ms a step, measured before {before.step_ms:.1f} ms{found}"
-        others = {name: other for name, other in planned.profiled.items() if other[0] not in (plan, self.plan)}
-        trial = _Trial(replace(planned, plan=plan), before, self.plan, others)
-        if plan != self.plan:
-            self._trial = trial
-            return self._to(TuningState.VERIFY, plan, NUM_SETTLE_STEPS, line)
-        line += "; nothing else is expected to be faster"
-        trial.best = plan, before
-        other = self._try_other(trial, before, line)
-        if other is not None:
-            self._trial = trial
-            return other
-        self.prediction = prediction
-        return self._settle(plan, before, line, switch=True)
+        texts = (
+            str(one) if one.prediction is None else f"{one}, predicted {one.prediction.step_ms:.1f} ms a step"
+            for one in racers.values()
+        )
+        self.note(f"measuring {len(racers)} plan{'s' if len(racers) > 1 else ''} in turns: {'; '.join(texts)}{found}")
+        self.state = TuningState.RACE
+        return self._race_on()
+
+    def plan_failed(self, reason: str) -> Plan:
+        """Takes the present plan out of the race, because the model can't run it."""
+        assert self._race is not None
+        self._race.drop(reason)
+        return self._race_on()
 
     def planning_failed(self, reason: str) -> Plan | None:
         """Goes on as before, because no plan could be made."""
@@ -216,72 +229,25 @@ class TuningController:
         assert before is not None
         return self._settle(self.plan, before, f"{reason}; the plan stays {self.plan}", switch=True)
 
-    def _verified(self, stats: StepStats) -> Plan | None:
-        trial = self._trial
-        if trial is None:  # a checkpoint's plan: there is nothing to compare it with
-            return self._settle(self.plan, stats, f"measured {stats}")
-        if trial.is_repeat:
-            return self._measured_again(trial, stats)
-        paid = stats.step_ms <= trial.before.step_ms + step_noise_ms(trial.before, stats)
-        if paid and (trial.best is None or stats.step_ms < trial.best[1].step_ms):
-            trial.best = self.plan, stats
-        if not paid and (trial.rejected is None or stats.step_ms < trial.rejected[1].step_ms):
-            trial.rejected = self.plan, stats
-        lines = [_verdict(trial, self.plan, stats, paid)]
-        other = self._try_other(trial, stats, *lines)
-        if other is not None:
-            return other
-        if trial.best is None:
-            trial.is_repeat = True
-            lines.append(
-                f"going back to {trial.fallback}: {trial.before.step_ms:.1f} ms a step; measuring that again, because "
-                "the machine may have changed meanwhile"
-            )
-            return self._to(TuningState.VERIFY, trial.fallback, NUM_SETTLE_STEPS, *lines)
-        best, best_stats = trial.best
-        self._chose(best, trial)
-        switch = best != self.plan
-        if switch:
-            lines.append(f"going back to {best}: {best_stats.step_ms:.1f} ms a step")
-        return self._settle(best, best_stats, *lines, switch=switch)
-
-    def _measured_again(self, trial: _Trial, stats: StepStats) -> Plan | None:
-        """Compares old, new and old again: a machine that became slower shows in the two measurements of the old."""
-        assert trial.rejected is not None
-        plan, its_stats = trial.rejected
-        line = f"measured {stats} under {trial.fallback}"
-        if stats.step_ms <= its_stats.step_ms:
-            self._trial, self.remark = None, "slower than before, so it went back"
-            return self._settle(trial.fallback, stats, f"{line}: it stays")
-        self._chose(plan, trial)
-        line += f": the machine had become slower; taking {plan} after all: {its_stats.step_ms:.1f} ms a step"
-        return self._settle(plan, its_stats, line, switch=True)
-
-    def _chose(self, plan: Plan, trial: _Trial) -> None:
-        """Ends a trial with the planned plan or a profiled one."""
-        self._trial = None
-        if plan == trial.planned.plan:
-            self.prediction, self.remark = trial.planned.prediction, ""
-        else:
-            self.prediction, self.remark = None, "a plan that ran for the profile was faster"
-
-    def _try_other(self, trial: _Trial, stats: StepStats, *lines: str) -> Plan | None:
-        """Verifies a profiled plan, if one was clearly faster than the fallback and all plans that were tried.
-
-        Args:
-            stats: figures of the plan that was measured last.
-            lines: lines to report before the attempt.
-        """
-        if trial.num_other_tries == MAX_OTHER_TRIES or not trial.others:
-            return None
-        name = min(trial.others, key=lambda name: (trial.others[name][1], name))
-        plan, step_ms = trial.others.pop(name)
-        bar_ms = min(trial.before.step_ms, stats.step_ms, trial.best[1].step_ms if trial.best else stats.step_ms)
-        if step_ms >= bar_ms - step_noise_ms(trial.before, stats):
-            return None
-        trial.num_other_tries += 1
-        trying = f"trying {name}, which took {step_ms:.1f} ms a step while profiling"
-        return self._to(TuningState.VERIFY, plan, NUM_SETTLE_STEPS, *lines, trying)
+    def _race_on(self) -> Plan:
+        """Lets the next plan run, or ends the race."""
+        race, planned = self._race, self._planned
+        assert race is not None
+        assert planned is not None
+        self.lines += race.taken_lines()
+        winner = race.winner
+        if winner is None:
+            return self._to(TuningState.RACE, race.plan, race.num_unmeasured)
+        self._race = None
+        self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
+        stats = race.stats_of(winner) or self.baseline
+        assert stats is not None
+        self.prediction = winner.prediction
+        self.remark = _remark(winner.plan, planned)
+        self._settle(
+            winner.plan, stats, _verdict(winner, stats, race.gain_of(winner), race.gain_of(planned.kernel)), switch=True
+        )
+        return winner.plan
 
     def _watched(self, stats: StepStats) -> None:
         """Starts a new profile if the exposed time has changed since the plan was chosen, and stays changed."""
@@ -300,7 +266,7 @@ class TuningController:
 
     def _settle(self, plan: Plan, stats: StepStats, *lines: str, switch: bool = False) -> Plan | None:
         self.chosen, self.settled, self._num_departed = stats, True, 0
-        self._to(TuningState.WATCH, plan, NUM_SETTLE_STEPS if switch else 0, *lines)
+        self._to(TuningState.WATCH, plan, NUM_FIRST_SETTLE_STEPS if switch else 0, *lines)
         return plan if switch else None
 
     def _to(self, state: TuningState, plan: Plan, num_unmeasured: int, *lines: str) -> Plan:
@@ -310,20 +276,33 @@ class TuningController:
         return plan
 
 
-def _verdict(trial: _Trial, plan: Plan, stats: StepStats, paid: bool) -> str:
-    """One line on a plan that was measured."""
-    noise_ms = step_noise_ms(trial.before, stats)
-    before_ms = trial.before.step_ms
-    if not paid:
-        verdict = f"slower than the {before_ms:.1f} ms before by more than the noise of {noise_ms:.1f} ms"
-    elif stats.step_ms >= before_ms - noise_ms:
-        verdict = f"as fast as before ({before_ms:.1f} ms) within the noise of {noise_ms:.1f} ms"
-    else:
-        verdict = f"{before_ms / stats.step_ms:.2f}x as fast as before ({before_ms:.1f} ms)"
-    line = f"measured {stats}: {verdict}"
-    if plan != trial.planned.plan:
+def _without_stages(candidate: Candidate) -> Candidate:
+    """A plan that overlaps nothing is the same, however its layers are cut into segments."""
+    plan = candidate.plan
+    if plan.overlaps_nothing:
+        plan = replace(plan_without_overlap(), dispatch=plan.dispatch, fused_attention=plan.fused_attention)
+    return replace(candidate, plan=plan)
+
+
+def _remark(plan: Plan, planned: Planned) -> str:
+    if plan == planned.finalists[0].plan:
+        return ""
+    if plan == NO_OVERLAP.plan:
+        return "no plan was faster than no overlap"
+    return "another plan was faster than the one that was predicted fastest"
+
+
+def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:
+    """One line on the plan that has won."""
+    line = f"{winner}: measured {stats}"
+    if winner.plan == NO_OVERLAP.plan:
+        line += ", and no plan is faster by more than the noise"
+    elif gain is not None:
+        line += f", {gain:.2f}x as fast as no overlap"
+    if kernel_gain is not None:
+        line += f"; the attention kernel alone gave {kernel_gain:.2f}x"
+    if winner.prediction is None:
         return line
-    predicted_ms = trial.planned.prediction.step_ms
-    error = predicted_ms / stats.step_ms - 1
-    remark = ", which is far off" if abs(error) > UNEXPECTED_SHARE else ""
-    return f"{line}; predicted {predicted_ms:.1f} ms, {100 * error:+.1f} %{remark}"
+    error = winner.prediction.step_ms / stats.step_ms - 1
+    far = ", which is far off" if abs(error) > UNEXPECTED_SHARE else ""
+    return f"{line}; predicted {winner.prediction.step_ms:.1f} ms, {100 * error:+.1f} %{far}"

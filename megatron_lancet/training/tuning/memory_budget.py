@@ -40,7 +40,7 @@ def _room_bytes(device: torch.device) -> int:
 
 
 def memory_bound_bytes(profile: Profile, plans_that_ran: Sequence[Plan], room_bytes: int) -> int | None:
-    """Most bytes that a plan's activations and deferred weight gradients may take: the peak so far and the room.
+    """Most bytes that a plan's activations and deferred weight gradients may take: the peak so far and the free memory.
 
     Args:
         room_bytes: bytes that can be allocated beyond the peak so far.

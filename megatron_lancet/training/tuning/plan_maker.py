@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.finalists import kind_of
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
@@ -23,14 +26,19 @@ from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.attention import may_use_sdpa
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.reductions import reduction_of
-from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
+from megatron_lancet.training.tuning.controller import Planned, PlanningFailed, plan_without_overlap
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
+from megatron_lancet.training.tuning.race import Candidate
 
 _NUM_REFRESH_STEPS = 2
 """Traced steps that measure the shares of rows and the links, when the costs of ops are known."""
+MISFIT_SHARE = 0.25
+"""A kept profile that is wrong by more than this share of a step, or of a message, is reported: other hosts, another
+network, other jobs. Predictions from a profile of the same run are closer."""
 
 
 class ProfilingPlanMaker:
@@ -65,42 +73,61 @@ class ProfilingPlanMaker:
         self._plans = plans_within(args, config, self._limits)
         self._cache_dir = config.cache_dir
         self._reduction = reduction_of(args, config)
+        with_kernel = Candidate(replace(plan_without_overlap(), fused_attention=True), "no overlap, fused attention")
+        self._kernel = with_kernel if may_use_sdpa(args, config) else None
         self._key: ProfileKey | None = None
         self._steps: ProfileSteps | None = None
         self._plan_before = setup.plan
         self._refreshes = False
+        self._is_kept = False
+        self._found: Profile | None = None
         self._looked_up = False
         self._source = ""
         self.profile: Profile | None = None
         self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
-        """What a plan depends on, by name: model, layout, device, versions, the user's limits."""
+        """The inputs of a plan, by name: model, layout, device, versions, the user's limits."""
         self._key = key_of(self._model())
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step now: the batch may grow."""
+        return get_num_microbatches()
+
     def num_steps(self) -> int:
-        """Training steps that a profile needs, 0 where there is one already."""
-        return 0 if self._look_up() else num_profile_steps(self._plans)
+        """Training steps that a profile needs; few where there is one already."""
+        return 1 + _NUM_REFRESH_STEPS if self._look_up() else num_profile_steps(self._plans)
 
     def begin(self, again: bool) -> None:
         """Starts a profile. Profiled steps are not paired: a pair's ops alternate, which their times would show.
 
+        If the costs of ops are known, only links and shares of rows are measured: these change from run to run.
+
         Args:
-            again: whether the run has a plan already: if its ops are known, only links and shares of rows are measured.
+            again: whether the run has a plan already.
         """
-        is_known = self._look_up()
-        self._steps, self._refreshes, self._plan_before = None, again and is_known, self._setup.plan
+        self._refreshes, self._plan_before, self._found = self._look_up(), self._setup.plan, None
+        self._is_kept = self._refreshes and not again
         if self._refreshes:
             self._steps = ProfileSteps(ProfileRun(self._model(), [self._setup.plan.in_middle], _NUM_REFRESH_STEPS))
-        elif not is_known:
-            self._steps = ProfileSteps(ProfileRun(self._model(), self._plans))
-        if self._steps is not None:
-            self._source = f"a profile of {len(self._steps.plans)} steps"
+        else:
+            self._begin_whole()
+
+    def _begin_whole(self) -> None:
+        self._refreshes, self._found = False, None
+        self._steps = ProfileSteps(ProfileRun(self._model(), self._plans))
+        self._source = f"a profile of {len(self._steps.plans)} steps"
 
     def next_plan(self) -> Plan | None:
         """The plan for the next profiled step, None when the profile is complete."""
-        return self._steps.next_plan if self._steps is not None else None
+        assert self._steps is not None
+        if self._steps.next_plan is None and self._found is None:
+            found = self._found = self._steps.finish()
+            if self._is_kept and from_rank_0(lambda: self._misfits(found)):
+                self._begin_whole()
+            self._is_kept = False
+        return self._steps.next_plan
 
     def run_step(self, step: Callable[[], Any]) -> Any:
         """Runs a training step, and profiles it."""
@@ -113,7 +140,8 @@ class ProfilingPlanMaker:
         Raises:
             PlanningFailed: no plan could be made; raised on all ranks.
         """
-        found = self._steps.finish() if self._steps is not None else None
+        found = self._found
+        assert found is not None
         room_bytes = least_room_bytes(self._device)
         answer = from_rank_0(lambda: self._plan(found, room_bytes))
         if isinstance(answer, str):
@@ -146,29 +174,66 @@ class ProfilingPlanMaker:
         except OSError as error:
             self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
 
-    def _plan(self, found: Profile | None, room_bytes: int) -> Planned | str:
+    def _refreshed(self, found: Profile) -> Profile:
+        """The known profile with new links and shares of rows."""
+        assert self.profile is not None
+        # A batch that grows has more micro-batches by now.
+        model = replace(self.profile.model, num_micro_batches=found.model.num_micro_batches)
+        return replace(self.profile, model=model, link=found.link, received_share=found.received_share)
+
+    def _misfits(self, found: Profile) -> bool:
+        """Compares the profile in the cache with this run, and says where it differs. Called on rank 0.
+
+        Returns:
+            Whether its ops take another time here, so that the run needs a profile of its own.
+        """
+        assert self.profile is not None
+        kept, now = self.profile.link.all_to_all, found.link.all_to_all
+        if kept and now:
+            num_bytes = min(kept[-1][0], now[-1][0])
+            kept_ms, now_ms = (Curve(points, flat_below=True).at(num_bytes) for points in (kept, now))
+            if abs(kept_ms / now_ms - 1) > MISFIT_SHARE:
+                self._note(
+                    f"the links of {self._source} no longer fit: a message of {num_bytes / 1e6:.2f} MB took "
+                    f"{kept_ms:.2f} ms and takes {now_ms:.2f} ms here, which is used"
+                )
+        assert self._steps is not None
+        plan = self._steps.plans[0]
+        measured_ms = found.measured_steps_ms[str(plan)]
+        try:
+            profile = with_reduction(self._refreshed(found), self._reduction)
+            predicted_ms = Simulator(CostModel(profile)).expected_step(plan).step_ms
+        except RecordError:
+            return False  # planning says so
+        if abs(predicted_ms / measured_ms - 1) <= MISFIT_SHARE:
+            return False
+        self._note(
+            f"{self._source} no longer fits: a step without overlap takes {measured_ms:.1f} ms here, "
+            f"{predicted_ms:.1f} ms by the profile: measuring a new one"
+        )
+        self.profile = None
+        return True
+
+    def _plan(self, found: Profile, room_bytes: int) -> Planned | str:
         """Makes the plan, or returns why there is none. Called on rank 0.
 
         Args:
-            found: the new profile, if there was one to measure.
+            found: the new profile.
             room_bytes: bytes that every rank can allocate beyond its peak so far.
         """
-        if found is not None and self._refreshes:
-            assert self.profile is not None
-            # A batch that grows has more micro-batches by now.
-            model = replace(self.profile.model, num_micro_batches=found.model.num_micro_batches)
-            self.profile = replace(self.profile, model=model, link=found.link, received_share=found.received_share)
+        assert self._steps is not None
         start_s = time.perf_counter()
         try:
-            if found is not None and not self._refreshes:
+            if self._refreshes:
+                self.profile = self._refreshed(found)
+            else:
                 self.profile = with_own_reduction(found, self._reduction, self._plans)
-                self._keep(self.profile)
-            assert self.profile is not None
+            self._keep(self.profile)
             profile = self.profile = with_reduction(self.profile, self._reduction)
-            ran = [self._plan_before, *(self._steps.plans if self._steps is not None else ())]
-            bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
+            bound_bytes = memory_bound_bytes(profile, [self._plan_before, *self._steps.plans], room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
-            prediction = Simulator(CostModel(profile)).expected_step(planned.plan)
+            simulator = Simulator(CostModel(profile))
+            finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
         except RecordError as error:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training must go on without a plan
@@ -177,14 +242,23 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        limits = self._limits
+        return Planned(finalists, tuple(self._fast_profiled(planned)), self._kernel, why)
+
+    def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
+        """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""
+        limits, profile = self._limits, self.profile
+        assert profile is not None
         if self._refreshes or DwPolicy.FILL not in limits.dw_policies or False not in limits.pairing:
-            return Planned(planned.plan, prediction, why)  # the profiled plans ran otherwise, or are not allowed
+            return []  # the profiled plans ran otherwise, or are not allowed
         times_ms = profile.measured_steps_ms
         allowed = [
             plan
             for plan in self._plans
-            if plan.dispatch in limits.dispatches and (limits.tiles is None or plan.segments[0].tiles in limits.tiles)
+            if plan.dispatch in limits.dispatches
+            and (limits.tiles is None or plan.segments[0].tiles in limits.tiles)
+            and str(plan) in times_ms
         ]
-        profiled = {name: (plan, times_ms[name]) for plan in allowed if (name := str(plan)) in times_ms}
-        return Planned(planned.plan, prediction, why, profiled)
+        if not allowed:
+            return []
+        fastest = min(allowed, key=lambda plan: times_ms[str(plan)])
+        return [] if kind_of(fastest) in map(kind_of, planned.finalists) else [Candidate(fastest)]

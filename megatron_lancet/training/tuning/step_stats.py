@@ -9,11 +9,11 @@ MIN_NOISE_SHARE = 0.01
 """Two medians closer than this share of a step count as equal however calm the steps were: clocks, caches and other
 jobs move whole runs by about as much."""
 _NOISE_SIGMAS = 2.0
-"""Standard errors that two medians must differ by: equal plans are told apart by mistake about once in twenty times."""
+"""Standard errors that two medians must differ by: equal plans differ by mistake about once in twenty times."""
 _SIGMA_PER_MAD = 1.4826
 """From the median absolute deviation to a normal distribution's standard deviation; one outlier does not move it."""
 _MEDIAN_ERROR = 1.2533
-"""The standard error of a median is that of a mean times this (square root of pi / 2)."""
+"""The standard error of a median over the standard error of a mean (square root of pi / 2)."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,18 @@ def over_ranks(rows: Sequence[Sequence[float]]) -> StepStats:
         in_flight_ms=statistics.fmean(rank.in_flight_ms for rank in ranks),
         num_steps=ranks[0].num_steps,
     )
+
+
+def steps_of_run(ranks: Sequence[Sequence[StepTimes]]) -> list[StepTimes]:
+    """Combines the same steps on every rank: the slowest rank's step time, and means of the other times."""
+    return [
+        StepTimes(
+            max(one.step_ms for one in same),
+            statistics.fmean(one.exposed_ms for one in same),
+            statistics.fmean(one.in_flight_ms for one in same),
+        )
+        for same in zip(*ranks, strict=True)
+    ]
 
 
 def step_noise_ms(one: StepStats, other: StepStats) -> float:

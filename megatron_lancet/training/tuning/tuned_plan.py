@@ -46,7 +46,7 @@ class TunedPlan:
         return parse_record(TunedPlan, text, TUNED_PLAN_VERSION, "the tuned plan", where)
 
     def misfit(self, made_for: dict[str, str]) -> str | None:
-        """How a run differs from that of the plan, for example ``seq_length was 32, is 64``; None if it does not."""
+        """How a run differs from the plan's run, for example ``seq_length was 32, is 64``; None if it does not."""
         found = differences(self.made_for, made_for)
         texts = [f"{name} was {_short(before)}, is {_short(now)}" for name, (before, now) in found]
         more = [f"{len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []

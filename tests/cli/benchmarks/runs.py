@@ -18,7 +18,7 @@ def run_bench(module: str, *words: object, launcher: Sequence[str] = (), **varia
 
     Args:
         launcher: the interpreter's words in front of the module.
-        variables: of the environment, beside this process's.
+        variables: of the environment, next to this process's.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "RANK"}
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Both demos, small: what they write, the short one with a paced transport; that an interrupt leaves nothing."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from benchmarks.demo.claim import claim, conditions
 from benchmarks.demo.steps import Comparison
 from benchmarks.demo.training_log.train_log import parse_iteration
+from tests.ranks import launch
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL_DATA = ["--vocab-size", "500", "--corpus-megabytes", "0.2"]
@@ -24,25 +27,50 @@ START_TIMEOUT_S, END_TIMEOUT_S = 90, 30
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def command(output: Path, *options: str) -> list[str]:
-    demo = [sys.executable, "-m", "benchmarks.demo", "--output", str(output), "--train-iters", "16", *SMALL_DATA]
-    return [*demo, *options, "--", *SMALL_MODEL]
+PYTHON = REPOSITORY / "tests/cli/stand_ins/python.py"
+STAND_IN = """#!/bin/sh
+[ "$1 $2" = "-m benchmarks.demo.rank" ] && exec {python} "$@"
+exec {python} -S -E {stand_in} "$@"
+"""
+WITH_STAND_IN = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)
+runpy.run_module("benchmarks.demo", run_name="__main__", alter_sys=True)
+"""
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Path, str]:
-    """The output folder of a demo with a paced transport, and what it printed."""
-    output = tmp_path_factory.mktemp("demo") / "run"
+def arguments(output: Path, *options: str) -> list[str]:
+    return ["--output", str(output), "--train-iters", "16", *SMALL_DATA, *options, "--", *SMALL_MODEL]
+
+
+def whole_demo(folder: Path, words: Sequence[str]) -> str:
+    """Runs a demo to its end; returns what it printed.
+
+    Its tools, torchrun and torchrun's ranks are forked: imports would be most of their time. The short demo's ranks get
+    pipes from it, so they are processes of their own.
+    """
+    interpreter = folder / "python"
+    interpreter.write_text(STAND_IN.format(python=sys.executable, stand_in=PYTHON))
+    interpreter.chmod(0o755)
+    forks = {"PRELOADED": str(launch.preloaded().address), "PYTHON_EXEC": str(interpreter)}
     done = subprocess.run(
-        command(output, "--link", "paced", "--rate", "50"),
+        [sys.executable, "-c", WITH_STAND_IN, interpreter, *words],
         cwd=REPOSITORY,
+        env={**os.environ, **forks},
         capture_output=True,
         text=True,
         timeout=WHOLE_DEMO_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return output, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """The output folder of a demo with a paced transport, and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    return folder / "run", whole_demo(folder, arguments(folder / "run", "--link", "paced", "--rate", "50"))
 
 
 def processes_of(output: Path) -> list[int]:
@@ -100,7 +128,8 @@ def test_short_demo_resumes_ours_from_its_checkpoint(finished):
 def test_interrupted_demo_leaves_neither_namespaces_nor_ranks(finished, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(finished[0], output)
-    with subprocess.Popen(command(output), cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
+    demo = [sys.executable, "-m", "benchmarks.demo", *arguments(output)]
+    with subprocess.Popen(demo, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while len(processes_of(output)) < 5:  # itself, and two ranks of each variant
             assert process.poll() is None
@@ -146,24 +175,17 @@ def test_long_demo_trains_resumes_and_validates(finished, tmp_path):
     output = tmp_path / "demo"
     shutil.copytree(finished[0] / "data", output / "data")
     (output / ".megatron-lancet-demo").touch()
-    demo = [sys.executable, "-m", "benchmarks.demo", "--long", "--output", output, "--train-iters", "8", *SMALL_DATA]
-    result = subprocess.run(
-        [*demo, "--", *SMALL_MODEL],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=WHOLE_DEMO_TIMEOUT_S,
-        check=False,
+    printed = whole_demo(
+        tmp_path, ["--long", "--output", str(output), "--train-iters", "8", *SMALL_DATA, "--", *SMALL_MODEL]
     )
-    assert result.returncode == 0, result.stderr
     summary = json.loads((output / "summary.json").read_text())
     assert summary["iterations"] == 8
     assert 4.0 < summary["unigram_entropy"] < 6.0
     assert 5.5 < summary["validation_loss"] < 6.5  # about ln(500) = 6.2
     assert summary["tokens_per_s"] > 0
-    assert f"{summary['validation_loss']:.3f} nats per token" in result.stdout
+    assert f"{summary['validation_loss']:.3f} nats per token" in printed
     assert summary["sample"]["prompt"] == "def read(self"
-    assert "      | def read(self" + summary["sample"]["text"].split("\n")[0] in result.stdout
+    assert "      | def read(self" + summary["sample"]["text"].split("\n")[0] in printed
     assert json.loads((output / "sample.json").read_text())["iteration"] == 8
     assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (output / "report.json").is_file()

@@ -104,7 +104,7 @@ def check_bytes(case: dict, variant: str, num_rows: int, choice_bytes: int) -> N
     """Rows that the routing sends away travel in a dispatch and a combine, forward and backward.
 
     Args:
-        choice_bytes: of what a row of a dispatch has beside 64 hidden values in 32 bits: its probabilities, without
+        choice_bytes: of what a row of a dispatch has next to 64 hidden values in 32 bits: its probabilities, without
             duplicates also the choice of experts, in parts of 16 bytes.
     """
     due = 2 * num_rows * (2 * 64 * 4 + choice_bytes)

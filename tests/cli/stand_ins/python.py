@@ -1,8 +1,8 @@
-"""Stands in for a launch script's interpreter: a fork of a process that has imported torch and Megatron does the work.
+"""Stands in for an interpreter: a fork of a process that has imported torch and Megatron does the work.
 
-``python.py -m torch.distributed.run ARGUMENTS...`` or ``python.py SCRIPT ARGUMENTS...``, with the environment, output,
-signals and status that the interpreter itself would have. $PRELOADED names the socket of the process that forks. This
-process and its fork write their ids to the file $SLURM_STAND_IN/node<SLURM_NODEID>.
+``python.py -m torch.distributed.run ARGUMENTS...`` or ``python.py [-u] SCRIPT ARGUMENTS...``, with the environment,
+output, signals and status that the interpreter itself would have. $PRELOADED names the socket of the process that
+forks. With $SLURM_STAND_IN this process and its fork write their ids to the file $SLURM_STAND_IN/node<SLURM_NODEID>.
 """
 
 import os
@@ -22,6 +22,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 def main() -> None:
     words = sys.argv[1:]
+    if words[0] == "-u":  # as torchrun starts a rank; no fork keeps its output back
+        del words[0]
     command = [str(TORCHRUN), *words[2:]] if words[:2] == ["-m", "torch.distributed.run"] else words
     output = Path(f"/proc/{os.getpid()}/fd/1")
     rank = fork(Path(os.environ["PRELOADED"]), command, {**os.environ, "PYTHONPATH": str(REPO)}, output, Path.cwd())
@@ -31,9 +33,10 @@ def main() -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    node = Path(os.environ["SLURM_STAND_IN"]) / f"node{os.environ['SLURM_NODEID']}"
-    with node.open("a") as processes:
-        processes.write(f"{os.getpid()} {rank.pid}\n")
+    if "SLURM_STAND_IN" in os.environ:
+        node = Path(os.environ["SLURM_STAND_IN"]) / f"node{os.environ['SLURM_NODEID']}"
+        with node.open("a") as processes:
+            processes.write(f"{os.getpid()} {rank.pid}\n")
     status = rank.wait()
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)

@@ -62,7 +62,7 @@ def sbatch(words: Sequence[str]) -> int:
             if not (STATE / "requeue").exists():
                 return status
             (STATE / "requeue").unlink()
-    raise AssertionError("the job is requeued for ever")
+    raise AssertionError("the job is requeued forever")
 
 
 def srun(words: Sequence[str]) -> int:

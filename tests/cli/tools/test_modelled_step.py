@@ -108,3 +108,16 @@ def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
 def test_modelled_step_refuses_in_one_line(modelled, flags, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         modelled(*flags)
+
+
+def test_a_gpu_sets_the_rates_that_are_not_given():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    default, h200, given = (
+        parser.parse_args(words) for words in ([], ["--gpu", "h200"], ["--gpu", "h200", "--tflops", "700"])
+    )
+    for own in (default, h200, given):
+        check_arguments(own)
+    assert (default.tflops, default.memory_gbytes_per_s) == (600, 2500)
+    assert (h200.tflops, h200.memory_gbytes_per_s) == (pytest.approx(0.65 * 989), pytest.approx(0.725 * 4800))
+    assert given.tflops == 700

@@ -116,7 +116,7 @@ def test_explain_plan_joins_layers_that_are_alike(run, tmp_path):
     write_plan_file(tmp_path / "plan.json", PlanFile(plan))
     text = run("explain_plan", tmp_path / "plan.json")
     assert "made for: any model with these layers" in text
-    assert "layers 1-2: the micro-batch as a whole" in text
+    assert "layers 1-2: the unchunked micro-batch" in text
     assert "layers 3-39: 2 chunks of positions (dim sequence)" in text
     assert text.count("gap c0.I.combine: mlp.experts[+1] x2") == 1
     assert "layer 40: 2 chunks" in text
@@ -246,7 +246,7 @@ DAMAGED = [
     (
         "simulate_plan",
         ["{profile}", "--world-sizes", "4", "--dispatch", "two-hop", "--ranks-per-node", "4", "--intra-gbps", "9"],
-        "two-hop can't be followed with 4 ranks: an expert-parallel group has 4 ranks, and a node has 4, so nothing",
+        "two-hop is not possible with 4 ranks: an expert-parallel group has 4 ranks, and a node has 4, so nothing",
     ),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
     ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),

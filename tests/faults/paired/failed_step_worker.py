@@ -69,7 +69,7 @@ def fail_at(step: PairedStep, place: str) -> str:
 
 
 def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
-    """Steps that fail here and there, and whether the steps between them are those of an undisturbed run."""
+    """Steps that fail here and there, and whether the steps between them equal an undisturbed run's."""
     # Megatron's DDP can't begin a step while it reduces gradients of another one, so it reduces them at the end.
     step = PairedStep(PLANS[plan], 120.0, stack, overlap_grad_reduce=False)
     activations = Activations(step)

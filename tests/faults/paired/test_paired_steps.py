@@ -39,7 +39,7 @@ def disturb(seed: int, stack: ExitStack) -> None:
 
 
 def unequal_seeds(plan: str, num_seeds: int) -> list[int]:
-    """Seeds with which a step's losses or gradients are not those of an undisturbed step."""
+    """Seeds with which a step's losses or gradients differ from an undisturbed step's."""
     with ExitStack() as stack:
         step = PairedStep(PLANS[plan], 60.0, stack)
         step.run()
@@ -96,6 +96,6 @@ def test_activations_are_counted(failed_steps, plan):
 
 
 def test_steps_on_an_erratic_wire_equal_an_undisturbed_one(tmp_path):
-    """Whose turn it is depends on no clock: ranks that are out of step wait for each other, and never for ever."""
+    """Whose turn it is depends on no clock: ranks that are out of step wait for each other, and never forever."""
     for result in launch.results_of(unequal_seeds_of_plans, 2, tmp_path, args=[15]):
         assert result == {plan: [] for plan in PLANS}

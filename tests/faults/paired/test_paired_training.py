@@ -49,7 +49,7 @@ def test_error_while_data_are_read_ends_all_ranks(run):
 
 
 def test_rank_killed_beside_a_backward_ends_the_other(run):
-    """A backward of layer 2 runs beside the forward of the next micro-batch."""
+    """A backward of layer 2 runs during the forward of the next micro-batch."""
     results = run("kill@L2.c0.I.dispatch")
     assert [result.returncode for result in results] == [1, -signal.SIGKILL]
     assert re.match(

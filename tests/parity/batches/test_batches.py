@@ -26,7 +26,7 @@ STAGES: dict[str, list[list[tuple[str, ...]]]] = {
     "pipeline": [[INPUTS], [TARGETS]],
     "virtual stages": [[INPUTS, ()], [(), TARGETS]],
 }
-"""By layout and rank: what each stage of the rank reads beside the bounds."""
+"""By layout and rank: what each stage of the rank reads next to the bounds."""
 END_TO_END = ([0, 3, 8, 16], [0, 1, 2, 12], [0, 4])
 SIZES = ([8, 8, 2], [10, 12, 1], [4, 4, 1])
 """Of each micro-batch: longest document, positions of a sample, samples."""

@@ -1,4 +1,4 @@
-"""Runs with --dataloader-inter-document-masking beside stock with an S x S mask of documents.
+"""Runs with --dataloader-inter-document-masking next to stock with an S x S mask of documents.
 
 Losses of training and of validation; every run goes on from the checkpoint of one first step, in its own layout.
 """

@@ -133,7 +133,7 @@ def test_check_finds_a_bug_of_the_installed_version(found):
     assert bug["found"]
     assert bug["worst"][0].endswith("mlp.router.weight")
     assert bug["worst"][1] > 0.1
-    assert bug["guilty"] == ["TP", "the routers' balancing loss", "loss per token"]
+    assert bug["causes"] == ["TP", "the routers' balancing loss", "loss per token"]
 
 
 @pytest.mark.parametrize(("launch", "num_ranks"), [("without", 4), ("documents", 2)])

@@ -1,4 +1,4 @@
-"""Packed documents in the overlapping layers beside stock with a mask of documents, on two ranks."""
+"""Packed documents in the overlapping layers next to stock with a mask of documents, on two ranks."""
 
 import copy
 import sys
@@ -218,7 +218,7 @@ def compare(case: Case, disturb: Disturb, stock_runs: dict[str, Any]) -> dict[st
 
 
 def one_document_a_sample(case: Case) -> dict[str, Any]:
-    """Samples that are documents, beside the same samples without a word of documents."""
+    """Samples that are documents, next to the same samples without a word of documents."""
     case = case._replace(samples=WHOLE)
     weights, _ = stock_run(case)
     ours = our_run(case, copy.deepcopy(weights))

@@ -29,8 +29,8 @@ def shared_connections(nodes: Nodes | None = None) -> Iterator[None]:
     transport = make_transport(ep_group, counts_group, cpu, CommStats(cpu), timeout)
     hops = None
     if nodes is not None:
-        num_holders = counts_group.size() // ep_group.size()
-        hops = make_hops(nodes, num_holders, counts_group, cpu, CommStats(cpu), timeout)
+        expert_tp_size = counts_group.size() // ep_group.size()
+        hops = make_hops(nodes, expert_tp_size, counts_group, cpu, CommStats(cpu), timeout)
 
     def the_transport(_: Any, __: Any, ___: Any, ____: Any, stats: CommStats, *_____: Any) -> Any:
         vars(transport)["_stats"] = stats

@@ -21,6 +21,12 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from tests.features.case import Case
+from tests.features.comm_dtype import cases as comm_dtype_cases
+from tests.features.dedup import cases as dedup
+from tests.features.placement import cases as placement
+from tests.features.row_bound import cases as row_bound
+from tests.features.tiles import cases as tiles
 from tests.layer_inputs import take_inputs
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import (
@@ -36,25 +42,19 @@ from tests.parity.gradients.disturbances import (
     uses_added_one_by_one,
 )
 from tests.parity.gradients.observer import Observer
-from tests.parity.gradients.placed import CASES as PLACED_CASES
-from tests.parity.gradients.placed import UNMOVED, PlacedCase, bring_gradients_home, place
+from tests.parity.gradients.placed import bring_gradients_home, place
 from tests.parity.gradients.variants import (
     CUTS,
-    DEDUP_CASES,
-    DEDUP_ONE,
     DW_MEMORY_CASES,
     FORCED,
     HYBRID,
     MICRO_BATCH_OF_ONE,
-    NARROW,
     SEGMENTED,
     VARIANTS,
     WITH_GAPS,
     chunk_counts,
     cut_name,
 )
-from tests.parity.load import guarded
-from tests.parity.tiles import cases as tiled
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 from tests.te_cpu.dense import dense_gating_gradients
 
@@ -273,6 +273,24 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
+def compare_case(case: Case, disturb=None, config: dict[str, Any] | None = None, nodes: Nodes | None = None):
+    """:func:`compare_plan` of a case.
+
+    Args:
+        disturb: what disturbs our run, if the case does not say so.
+        config: sizes of the layout.
+    """
+    return compare_plan(
+        {**(config or {}), **case.overrides},
+        case.plan,
+        erratic_wire if case.disturbed else disturb,
+        comm_dtype=case.comm_dtype,
+        nodes=nodes,
+        moves_weights=case.moves_weights,
+        max_rows=case.max_rows,
+    )
+
+
 def compare_plan(
     overrides,
     plan: Plan,
@@ -280,7 +298,7 @@ def compare_plan(
     against=None,
     comm_dtype: CommDtype = CommDtype.EXACT,
     nodes: Nodes | None = None,
-    placed: PlacedCase | None = None,
+    moves_weights: bool | None = None,
     max_rows: int | None = None,
 ) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
@@ -292,7 +310,7 @@ def compare_plan(
         against: stock's settings where they are not ours.
         comm_dtype: number format of our messages.
         nodes: how expert-parallel groups lie on nodes, for two hops.
-        placed: puts our experts on other ranks; their gradients are compared on stock's.
+        moves_weights: see :class:`Case`; gradients of experts on other ranks are compared on stock's.
         max_rows: that a rank's experts work on at a time.
     """
     from megatron_lancet.model.local_experts import grouped_linear
@@ -302,7 +320,7 @@ def compare_plan(
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
     setup, stats = overlapping_model(our_model, plan, comm_dtype=comm_dtype, nodes=nodes, max_rows=max_rows)
-    place(our_model, placed)
+    place(our_model, moves_weights)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -346,7 +364,7 @@ def profiled_row_bytes(model) -> list[int]:
     return [facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes]
 
 
-def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
+def kept_bytes(case: Case) -> dict[str, int]:
     """Bytes that autograd keeps between forward and backward on this rank, with and without the limit of rows."""
     found = {}
     for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
@@ -430,26 +448,18 @@ def results_on_two_ranks() -> dict[str, Any]:
         results[name] = compare_plan(overrides, plan)
     for name, plan in WITH_GAPS.items():
         results[name] = compare_plan({}, plan, erratic_wire)
-    for name, case in DEDUP_CASES.items():
-        results[name] = compare_plan(case.overrides, case.plan, erratic_wire if case.disturbed else None)
-    for name, disturb in DAMAGED_DEDUP.items():
-        results[name] = compare_plan({}, DEDUP_ONE, disturb)
-    for name, tiled_case in tiled.CASES.items():
-        disturb = erratic_wire if tiled_case.disturbed else None
-        results[name] = compare_plan(tiled_case.overrides, tiled_case.plan, disturb)
-    for name, disturb in {**tiled.DAMAGED, "tiles/rows-by-part": tiled.rows_by_part}.items():
-        results[name] = compare_plan({}, tiled.TWO, disturb)
-    for name, plan in NARROW.items():
-        results[name] = compare_plan({}, plan, comm_dtype=CommDtype.FP8)
-    for name, guard in guarded.CASES.items():
-        disturb = erratic_wire if guard.disturbed else None
-        results[name] = compare_plan(guard.overrides, guard.plan, disturb, max_rows=guard.max_rows)
-    for name, disturb in guarded.DAMAGED.items():
+    for feature in (dedup, tiles, comm_dtype_cases, row_bound, placement):
+        for name, case in feature.CASES.items():
+            results[name] = compare_case(case)
+    results["guarded/fp8-messages/k=1"] = compare_case(comm_dtype_cases.IN_ROUNDS)
+    results["kept"] = kept_bytes(row_bound.CASES[row_bound.HOT])
+    results["placed/unmoved"] = compare_case(placement.UNMOVED)
+    for plan, damages in ((dedup.ONE, DAMAGED_DEDUP), (tiles.TWO, tiles.DAMAGED)):
+        for name, disturb in damages.items():
+            results[name] = compare_plan({}, plan, disturb)
+    results["tiles/rows-by-part"] = compare_plan({}, tiles.TWO, tiles.rows_by_part)
+    for name, disturb in row_bound.DAMAGED.items():
         results[name] = compare_plan({}, fixed_plan(1), disturb, max_rows=40)
-    results["guarded/fp8-messages/k=1"] = compare_plan({}, fixed_plan(1), comm_dtype=CommDtype.FP8, max_rows=40)
-    results["kept"] = kept_bytes(guarded.CASES[guarded.HOT])
-    for name, placed in {**PLACED_CASES, "placed/unmoved": UNMOVED}.items():
-        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
     results |= switching_cases()
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)

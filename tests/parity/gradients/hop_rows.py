@@ -1,4 +1,4 @@
-"""What a profile of plain steps says about two hops, beside what a step in two hops sends: four ranks as two nodes."""
+"""What a profile of plain steps says about two hops, next to what a step in two hops sends: four ranks as two nodes."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def profiled_and_sent(config: dict[str, Any], num_chunks: int) -> dict[str, dict
     """
     from megatron.core import parallel_state
 
-    num_holders = config.get("expert_tensor_parallel_size", 1)
-    nodes = nodes_of_group(config["expert_model_parallel_size"], num_holders, RANKS_PER_NODE)
+    expert_tp_size = config.get("expert_tensor_parallel_size", 1)
+    nodes = nodes_of_group(config["expert_model_parallel_size"], expert_tp_size, RANKS_PER_NODE)
     assert isinstance(nodes, Nodes)
     model, transformer, precision = build(config)
     setup, stats = overlapping_model(model, fixed_plan(1), switchable=True, nodes=nodes)
@@ -56,7 +56,7 @@ def profiled_and_sent(config: dict[str, Any], num_chunks: int) -> dict[str, dict
         return trace.end_step()
 
     facts = model_facts(ProfiledModel((model,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES))
-    assert (facts.nodes, facts.expert_tp_size) == (nodes, num_holders)
+    assert (facts.nodes, facts.expert_tp_size) == (nodes, expert_tp_size)
     group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
     place = parallel_state.get_expert_model_parallel_rank()
     plain = fixed_plan(num_chunks)

@@ -1,4 +1,4 @@
-"""One model that changes its plan from step to step, beside a stock one on the same weights."""
+"""One model that changes its plan from step to step, next to a stock one on the same weights."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.features.dedup import cases as dedup
+from tests.features.tiles import cases as tiles
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -22,8 +24,7 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.observer import Observer
-from tests.parity.gradients.variants import DEDUP_ONE, DEDUP_TWO, GAPS, MLA
-from tests.parity.tiles import cases as tiled
+from tests.parity.gradients.variants import GAPS, MLA
 
 PLANS: dict[str, Plan] = {
     "batch": fixed_plan(2),
@@ -42,13 +43,12 @@ PLANS: dict[str, Plan] = {
     "sequence-none": fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE),
 }
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
-DEDUP_PLANS: dict[str, Plan] = {"whole": fixed_plan(1), "whole-dedup": DEDUP_ONE, "batch-dedup": DEDUP_TWO}
 CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Plan]]] = {
     "switching/overlapping-reduce": ({"num_moe_experts": 8}, True, PLANS),
     "switching/recompute-overlapping-reduce": (RECOMPUTE, True, PLANS),
     "switching/mla-reduce-at-the-end": (MLA, False, PLANS),
-    "switching/tiles-overlapping-reduce": ({"num_moe_experts": 8}, True, tiled.SWITCHED),
-    "switching/dedup-overlapping-reduce": ({"num_moe_experts": 8}, True, DEDUP_PLANS),
+    "switching/tiles-overlapping-reduce": ({"num_moe_experts": 8}, True, tiles.SWITCHED),
+    "switching/dedup-overlapping-reduce": ({"num_moe_experts": 8}, True, dedup.SWITCHED),
 }
 """Overrides of the config, whether reductions overlap with the backward pass, and plans."""
 

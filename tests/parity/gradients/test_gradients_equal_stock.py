@@ -6,28 +6,28 @@ import pytest
 
 from benchmarks.gradient_error import worst
 from megatron_lancet.schedule.plan import DwPolicy
+from tests.features.comm_dtype.cases import CASES as NARROW
+from tests.features.dedup import cases as dedup
+from tests.features.placement import cases as placement
+from tests.features.row_bound import cases as row_bound
+from tests.features.tiles import cases as tiles
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
 from tests.parity.gradients.gradients_worker import all_results
-from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.variants import (
     CUTS,
-    DEDUP_CASES,
     DW_MEMORY_CASES,
     FORCED,
     MICRO_BATCH_OF_ONE,
-    NARROW,
     SEGMENTED,
     VARIANTS,
     WITH_GAPS,
     chunk_counts,
     cut_name,
 )
-from tests.parity.load import guarded
-from tests.parity.tiles import cases as tiled
 from tests.ranks import launch
 
-# All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.
+# All cases run in one start of the ranks: about two minutes on two idle cores, four where others run next to it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
 BF16_AGAINST_FP32 = "bf16 against fp32"
@@ -42,7 +42,7 @@ def exact_cases() -> list[str]:
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     others = ["bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
-    others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *PLACED_CASES, *tiled.CASES]
+    others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *dedup.CASES, *placement.CASES, *tiles.CASES]
     return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *others]
 
 
@@ -59,8 +59,8 @@ def test_gradients_equal_stock(results, case, check_gradients):
     # A gated shared expert uses its input twice. Its two gradients are added to each other before they are added to
     # those of the router and the permutation; in stock one after the other.
     bitwise = "/k=1" in case and not case.startswith("shared-expert-gate")
-    for own in (DEDUP_CASES, tiled.CASES):
-        bitwise = own[case].is_exact if case in own else bitwise
+    own = dedup.CASES | tiles.CASES
+    bitwise = own[case].is_exact if case in own else bitwise
     check_gradients.equal_stock(results, case, 0.0 if bitwise else TOLERANCE)
     for rank, result in enumerate(results):
         found = result[case]
@@ -179,7 +179,7 @@ def test_comparison_detects_mtp_dws_added_in_another_order(results):
     assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("damage", tiled.DAMAGED)
+@pytest.mark.parametrize("damage", tiles.DAMAGED)
 def test_gradient_comparison_detects_damaged_tiles(results, damage):
     for result in results:
         assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
@@ -241,9 +241,9 @@ def test_lost_flush_stops_the_run_before_the_next_forward(results):
         assert "ended without its flush" in result["lost-flush"]
 
 
-@pytest.mark.parametrize("case", guarded.CASES)
+@pytest.mark.parametrize("case", row_bound.CASES)
 def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
-    guard = guarded.CASES[case]
+    guard = row_bound.CASES[case]
     assert results[0][case]["collectives"] == results[1][case]["collectives"]
     for rank, result in enumerate(results):
         found = result[case]
@@ -253,7 +253,7 @@ def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradient
         check_gradients(of_experts, 2**-8 if "bf16" in case else TOLERANCE, f"rank {rank}", precision_of(case))
         others = {name: error for name, error in found["gradients"].items() if name not in of_experts}
         # GEMMs of parts of the rows give the same bits, but for parts of one row.
-        bound = 0.0 if case in (guarded.HOT, "guarded/bf16/k=1") else TOLERANCE
+        bound = 0.0 if case in (row_bound.HOT, "guarded/bf16/k=1") else TOLERANCE
         check_gradients(others, bound, f"rank {rank}", precision_of(case))
         assert found["loss"] <= bound
         assert found["logged"] <= bound
@@ -263,7 +263,7 @@ def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradient
         assert set(found["reports_of_deferred"]) == ({3} if defers else set())
         assert found["peak_expert_rows"] <= guard.max_rows
         assert found["num_split_chunks"] <= found["num_chunks"]
-        assert (found["num_split_chunks"] == found["num_chunks"]) == (case != guarded.HALF)
+        assert (found["num_split_chunks"] == found["num_chunks"]) == (case != row_bound.HALF)
         assert found["num_split_chunks"] > 0
 
 
@@ -276,8 +276,8 @@ def test_rows_of_rounds_are_rounded_as_those_of_one_message(results):
 
 
 def test_all_rows_to_one_rank_are_as_many_at_a_time_as_may_be(results):
-    hot = results[1][guarded.HOT]
-    assert hot["peak_expert_rows"] == guarded.CASES[guarded.HOT].max_rows == 16
+    hot = results[1][row_bound.HOT]
+    assert hot["peak_expert_rows"] == row_bound.CASES[row_bound.HOT].max_rows == 16
     assert hot["most_rounds"] == 128 // 16
 
 
@@ -289,7 +289,7 @@ def test_a_rank_that_gets_all_rows_keeps_none_of_them(results):
     assert results[0]["kept"]["limited"] <= 1.05 * kept["limited"]
 
 
-@pytest.mark.parametrize("damage", guarded.DAMAGED)
+@pytest.mark.parametrize("damage", row_bound.DAMAGED)
 def test_gradient_comparison_detects_damaged_rounds(results, damage):
     assert any(worst(result[damage]["gradients"])[1] > 1e4 * TOLERANCE for result in results)
 

@@ -6,31 +6,27 @@ from collections import Counter
 import pytest
 
 from benchmarks.gradient_error import worst
+from tests.features.placement.cases import IN_HOPS as PLACED_IN_HOPS
+from tests.features.row_bound import cases as row_bound
+from tests.features.two_hop import cases as two_hop
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients import hops
-from tests.parity.gradients.layouts_worker import CASES, CHANGES_SUMS, DEDUP_CASES, all_results
-from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
-from tests.parity.load import guarded
-from tests.parity.tiles import cases as tiled
+from tests.parity.gradients.layouts_worker import EQUAL, all_results
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1020)]
-
-PLACED_CASES = {**IN_LAYOUTS, **IN_HOPS}
-
 
 results = launch.results(all_results, 4, timeout_s=1000)
 """Per rank: what is found for each case."""
 
 
-@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *PLACED_CASES, *tiled.IN_LAYOUTS])
+@pytest.mark.parametrize("case", [*EQUAL, *PLACED_IN_HOPS])
 def test_gradients_equal_stock(results, case, check_gradients):
-    bound = 0.0 if case.endswith("/k=1") and case not in CHANGES_SUMS else TOLERANCE
-    check_gradients.equal_stock(results, case, bound)
+    is_exact = {**EQUAL, **PLACED_IN_HOPS}[case].is_exact
+    check_gradients.equal_stock(results, case, 0.0 if is_exact else TOLERANCE)
     assert all(result[case]["zero_gradients"] == [] for result in results)
 
 
-@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *IN_LAYOUTS, *tiled.IN_LAYOUTS])
+@pytest.mark.parametrize("case", EQUAL)
 def test_order_of_collectives_is_the_same_on_all_ranks(results, case):
     collectives = [result[case]["collectives"] for result in results]
     assert all(order == collectives[0] for order in collectives)
@@ -62,20 +58,19 @@ def test_all_to_alls_of_two_chunks_overlap(results):
         assert start < order.index(other_leaves, start) < order.index(returns, start)
 
 
-@pytest.mark.parametrize("case", guarded.IN_LAYOUTS)
+@pytest.mark.parametrize("case", row_bound.IN_LAYOUTS)
 def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
-    _, guard = guarded.IN_LAYOUTS[case]
     assert all(result[case]["collectives"] == results[0][case]["collectives"] for result in results)
     check_gradients.equal_stock(results, case, TOLERANCE)
     for result in results:
         found = result[case]
-        assert found["peak_expert_rows"] <= guard.max_rows
+        assert found["peak_expert_rows"] <= row_bound.IN_LAYOUTS[case].max_rows
         assert found["num_split_chunks"] == found["num_chunks"] > 0
 
 
-@pytest.mark.parametrize("case", hops.CASES)
+@pytest.mark.parametrize("case", two_hop.CASES)
 def test_gradients_of_two_hops_equal_stock(results, case, check_gradients):
-    settings = hops.CASES[case]
+    settings = two_hop.CASES[case]
     bound = 0.0 if settings.is_exact else TOLERANCE
     if case == "EP2xETP2/bf16/two-hop/k=1":
         bound = 2**-6  # a holder's sum over its experts is rounded, 2^-9, before it is added to the other's
@@ -87,7 +82,7 @@ def test_gradients_of_two_hops_equal_stock(results, case, check_gradients):
         assert found["expert_bias_counts_equal"]
 
 
-@pytest.mark.parametrize("case", [*hops.CASES, *hops.NARROW])
+@pytest.mark.parametrize("case", [*two_hop.CASES, *two_hop.NARROW])
 def test_order_of_hops_is_the_same_on_all_ranks(results, case):
     """Each of four messages of a layer and chunk, in both directions, also where a rank or a node has no row."""
     collectives = [result[case]["collectives"] for result in results]
@@ -100,7 +95,7 @@ def test_order_of_hops_is_the_same_on_all_ranks(results, case):
     assert recomputes or backward == {kind: number for kind, number in kinds.items() if kind != "counts"}
 
 
-@pytest.mark.parametrize("case", hops.NARROW)
+@pytest.mark.parametrize("case", two_hop.NARROW)
 def test_rounded_hops_change_gradients_within_rounding(results, case):
     """Of three layers with four messages in both directions, half a unit of the last place each: 2^-9, in fp8 2^-4.
 

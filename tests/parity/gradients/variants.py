@@ -1,11 +1,9 @@
 """Models, cuts and settings that are compared with stock Megatron."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 
 DW_MEMORY_CASES = {"dw-memory-1/k=2": (1, 2), "dw-memory-20000/k=1": (20_000, 1), "dw-memory-20000/k=2": (20_000, 2)}
@@ -103,7 +101,7 @@ WHOLE_ROUTING: dict[str, dict[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1},
     "jitter": {"moe_input_jitter_eps": 0.1},
 }
-"""Routers that look at the whole micro-batch, or draw random numbers once for it."""
+"""Routers that look at the full micro-batch, or draw random numbers once for it."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -233,72 +231,6 @@ MICRO_BATCH_OF_ONE: dict[str, tuple[int, dict[str, str]]] = {
     "micro-batch-of-1/k=3": (3, SEQUENCE),
 }
 """Chunks and fields of the plan where a micro-batch has one sample."""
-
-
-class DedupCase(NamedTuple):
-    """A model and its plan.
-
-    Attributes:
-        overrides: of the config, see ``gradients_worker.build``.
-        plan: with the deduplicated dispatch.
-        disturbed: whether transfers seem done, or not, at random and differently on each rank.
-    """
-
-    overrides: dict[str, Any]
-    plan: Plan
-    disturbed: bool = False
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the results must be stock's to the bit: sums of two summands have one order."""
-        return self.plan.num_chunks == 1 and self.overrides.get("moe_router_topk", 2) <= 2
-
-
-def dedup(plan: Plan) -> Plan:
-    """The plan with the deduplicated dispatch."""
-    return replace(plan, dispatch=DEDUP)
-
-
-DEDUP_ONE, DEDUP_TWO, DEDUP_THREE = (dedup(fixed_plan(count)) for count in (1, 2, 3))
-_SEQUENCE = dedup(fixed_plan(3, chunk_dim=ChunkDim.SEQUENCE))
-_WHOLE_EXPERTS = dedup(fixed_plan(1, overlap_range=OverlapRange.EXPERTS))
-_EXPERTS_OF_SEQUENCE = dedup(fixed_plan(8, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.EXPERTS))
-_ONE_ROW_PER_EXPERT = {"moe_expert_capacity_factor": 0.01}
-"""Four of a micro-batch's tokens are left, so of more than four chunks one sends no row to anyone."""
-_TOP_4 = VARIANTS["grouped-experts-gated"]
-_SEGMENTS, _SEGMENTS_PLAN = SEGMENTED["segments/whole-then-gate"]
-
-DEDUP_CASES: dict[str, DedupCase] = {
-    f"{name}/dedup": case
-    for name, case in {
-        "plain/k=1": DedupCase({}, DEDUP_ONE),
-        "plain/k=2": DedupCase({}, DEDUP_TWO, disturbed=True),
-        "grouped-experts-gated/k=1": DedupCase(_TOP_4, DEDUP_ONE),
-        "grouped-experts-gated/k=3": DedupCase(_TOP_4, DEDUP_THREE),
-        "group-limited/k=1": DedupCase(VARIANTS["group-limited"], DEDUP_ONE),
-        "shared-expert/k=1": DedupCase(VARIANTS["shared-expert"], DEDUP_ONE),
-        "sigmoid-expert-bias/k=3": DedupCase(VARIANTS["sigmoid-expert-bias"], DEDUP_THREE),
-        "per-token-loss/k=1": DedupCase(VARIANTS["per-token-loss"], DEDUP_ONE),
-        "fp64-router/k=1": DedupCase(VARIANTS["fp64-router"], DEDUP_ONE),
-        "bf16/k=1": DedupCase({"bf16": True}, DEDUP_ONE),
-        "capacity-probs/k=1/experts": DedupCase(CAPACITY, _WHOLE_EXPERTS),
-        "capacity-of-one/k=8/experts/sequence": DedupCase(_ONE_ROW_PER_EXPERT, _EXPERTS_OF_SEQUENCE),
-        "full-recompute/k=1": DedupCase(RECOMPUTE["full-recompute"], DEDUP_ONE),
-        "selective-recompute/k=3/sequence": DedupCase(RECOMPUTE["selective-recompute"], _SEQUENCE),
-        "mtp-repeated/k=1": DedupCase(VARIANTS["mtp-repeated"], DEDUP_ONE),
-        "hybrid/k=3": DedupCase(HYBRID, DEDUP_THREE),
-        "mla/k=1": DedupCase(MLA, DEDUP_ONE),
-        "frozen-half-of-the-linears/k=1": DedupCase(VARIANTS["frozen-half-of-the-linears"], DEDUP_ONE),
-        "idle-rank/k=3": DedupCase(FORCED["idle-rank"], DEDUP_THREE),
-        "segments/whole-then-gate": DedupCase(_SEGMENTS, dedup(_SEGMENTS_PLAN)),
-    }.items()
-}
-"""On two ranks with EP=2; two experts a rank unless the model has more."""
-NARROW: dict[str, Plan] = {
-    "fp8-messages/k=1": fixed_plan(1),
-    "fp8-messages/k=3/dedup": replace(fixed_plan(3), dispatch=DEDUP),
-}
-"""Runs with ``--lancet-comm-dtype fp8``: messages whose hidden states are rounded."""
 
 
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:

@@ -86,7 +86,7 @@ def costs_of(case: Case, priority: CommPriority | None) -> CostModel:
     """What the profiler finds in the model, with times that decide how many dWs find a message on its way.
 
     Args:
-        priority: of gradient reductions beside the backward pass, one for each weight; None where there are none.
+        priority: of gradient reductions during the backward pass, one for each weight; None where there are none.
     """
     whole = case.model if MODELS[case.model].stage is None else "shared-experts"
     profile = MODELS[whole].profile

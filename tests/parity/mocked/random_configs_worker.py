@@ -79,7 +79,7 @@ SETTINGS = {**ROUTERS, **MODELS}
 
 
 def looks_at_whole_micro_batch(overrides: dict[str, Any]) -> bool:
-    """Whether routing looks at the whole micro-batch, so that the plan starts after the gate."""
+    """Whether routing looks at the full micro-batch, so that the plan starts after the gate."""
     return "sinkhorn" in overrides["moe_router_load_balancing_type"] or "moe_expert_capacity_factor" in overrides
 
 

@@ -206,8 +206,8 @@ class Model:
     """A small model, whole or one stage of a pipeline, that can run by any plan.
 
     Attributes:
-        moe_layers: for each layer of the whole model, 1 where it has experts.
-        stage: of :data:`NUM_STAGES`; None for the whole model.
+        moe_layers: for each layer of the full model, 1 where it has experts.
+        stage: of :data:`NUM_STAGES`; None for the full model.
         overrides: of Megatron's config.
         pattern: symbol of each layer of a hybrid model; None for a GPT.
         nodes: how the expert-parallel ranks lie on nodes; None for a model without two hops.
@@ -260,7 +260,7 @@ class Model:
 
     @cached_property
     def profile(self) -> Profile:
-        """Of the whole model, measured in the mocked world."""
+        """Of the full model, measured in the mocked world."""
         assert self.stage is None
         setup = self._setup
         model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)

@@ -12,10 +12,11 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
+from tests.features.dedup.cases import dedup
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.disturbances import naive_aux_loss
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock
-from tests.parity.gradients.variants import VARIANTS, dedup
+from tests.parity.gradients.variants import VARIANTS
 from tests.ranks import launch
 
 pytestmark = pytest.mark.timeout(420)

@@ -24,7 +24,7 @@ def stock(tmp_path_factory, token_data):
 def test_mocked_run_is_announced(stock):
     (output,) = stock.outputs
     assert output.count("mocked: this process plays rank 0 of 8, link free.") == 1
-    assert "losses and throughput are those of the mocked world" in output
+    assert "losses and throughput are of the mocked world" in output
     assert len(stock.logged) == 4  # Megatron's own lines, which only the last rank prints
     assert "validation loss at iteration 3" in output
 
@@ -68,7 +68,7 @@ def test_losses_of_experts_at_other_ranks_equal_stock(stock, token_data, tmp_pat
 
 
 def test_locality_loss_is_logged_beside_the_balancing_losses(stock, token_data, tmp_path):
-    """Two nodes of four ranks; the first step's losses are still those of stock."""
+    """Two nodes of four ranks; the first step's losses are still stock's."""
     flags = ("--lancet-ranks-per-node", 4, "--lancet-num-chunks", 2, "--lancet-locality-loss-coeff", 0.5)
     ours = run_mocked(token_data, tmp_path, *flags)
     assert "; locality loss 0.5 on 2 nodes x 4 ranks: the model trains with another loss" in ours.outputs[0]

@@ -1,4 +1,4 @@
-"""The parameters that a dry run counts are those of Transformer Engine's layers, too, which Megatron builds."""
+"""A dry run also counts the parameters of Transformer Engine's layers as Megatron builds them."""
 
 import os
 import shlex

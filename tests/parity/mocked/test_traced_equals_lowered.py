@@ -27,8 +27,8 @@ from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -143,12 +143,12 @@ def two_hop_cases() -> Iterator[tuple[str, Case]]:
 
 
 def tile_cases() -> Iterator[tuple[str, Case]]:
-    half, after = OwnRows
-    for num_chunks, tiles, own_rows in ((1, 1, after), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
-        plan = fixed_plan(num_chunks, tiles=tiles, own_rows=own_rows)
-        yield f"tiles-{tiles}-{own_rows}-k{num_chunks}", Case(plan, has_priority=True)
+    half, after = LocalTokens
+    for num_chunks, tiles, local_tokens in ((1, 1, after), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
+        plan = fixed_plan(num_chunks, tiles=tiles, local_tokens=local_tokens)
+        yield f"tiles-{tiles}-{local_tokens}-k{num_chunks}", Case(plan, has_priority=True)
     plan = fixed_plan(1, tiles=2)
-    yield "tiles-dw-none", Case(fixed_plan(1, DwPolicy.NONE, tiles=2, own_rows=after), "no-shared-experts")
+    yield "tiles-dw-none", Case(fixed_plan(1, DwPolicy.NONE, tiles=2, local_tokens=after), "no-shared-experts")
     yield "tiles-slow-link", Case(plan, message_ms=SLOW_MS)
     yield "tiles-fitted-gaps", Case(plan, message_ms=4.0, has_fitted_gaps=True)
     yield "tiles-cuda-fitted-gaps", Case(plan, has_fitted_gaps=True, host_polls=False)
@@ -236,7 +236,7 @@ def in_lowered_form(traced: Sequence[Event], phase: Phase, counts: frozenset[str
     - A micro-batch is cut before its chunks and put together behind them, two parts of one op; the simulation has it
       at the second place (in the backward: at the first). The other one goes.
     - The residual is added behind the sum of a token's rows, and where the layer is whole but for its experts, on the
-      whole micro-batch, reported as the first chunk's. Only the sum is kept, where the simulation has both.
+      unchunked micro-batch, reported as the first chunk's. Only the sum is kept, where the simulation has both.
 
     Args:
         counts: names of the token counts' messages.

@@ -61,10 +61,9 @@ class Model:
 
     def run(self, plan: Plan) -> dict[str, Any]:
         """A step without a trace, one with it, and one without again."""
-        from megatron_lancet.features.pairing.schedules import ask_for_pairs, paired_schedules
+        from megatron_lancet.features.pairing.schedules import paired_schedules
 
         self.setup.switch(plan)
-        ask_for_pairs(self.setup.stages, plan.is_paired)
         with paired_schedules(lambda: self.setup.stages) if plan.is_paired else nullcontext():
             return self._run(partial(scheduled_step, num_micro_batches=4) if plan.is_paired else step)
 

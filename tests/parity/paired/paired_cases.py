@@ -1,30 +1,28 @@
 """Models and plans with pairing that are compared with stock Megatron.
 
-They are chosen by what may differ when a forward runs beside another micro-batch's backward: state that a layer keeps
-from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
+They are chosen by what may differ when a forward is paired with another micro-batch's backward: state that a layer
+keeps from its forward to its backward, random numbers, what is logged, and when gradients are reduced.
 """
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
     paired,
 )
+from tests.features.dedup import cases as dedup
 from tests.parity.gradients.variants import (
     CAPACITY,
-    DEDUP_ONE,
-    DEDUP_TWO,
     FULL,
     HYBRID,
     MLA,
@@ -114,15 +112,15 @@ CASES: dict[str, Case] = {
     "capacity/experts-at-ends": Case(
         CAPACITY, paired(fixed_plan(1), fixed_plan(2, overlap_range=OverlapRange.EXPERTS))
     ),
-    "dedup": Case({}, paired(DEDUP_ONE)),
+    "dedup": Case({}, paired(dedup.ONE)),
     "tiles": Case({}, paired(_TILED), 3, True),
     "tiles/none/dropout": Case(
-        DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, own_rows=OwnRows.AFTER)), num_micro_batches=4
+        DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, local_tokens=LocalTokens.AFTER)), num_micro_batches=4
     ),
-    "tiles/dedup/chunks-at-ends": Case({}, paired(replace(_TILED, dispatch=DEDUP), DEDUP_TWO)),
+    "tiles/dedup/chunks-at-ends": Case({}, paired(dedup.dedup(_TILED), dedup.TWO)),
     "guarded": Case({}, K1, 3, True, max_rows=40),
     "guarded/some-chunks/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 4, True, max_rows=73),
-    "dedup/chunks-at-ends": Case({}, paired(DEDUP_ONE, DEDUP_TWO), 4, True),
+    "dedup/chunks-at-ends": Case({}, paired(dedup.ONE, dedup.TWO), 4, True),
     "segments": Case(
         {"num_moe_experts": 8},
         paired(

@@ -72,7 +72,7 @@ def step(ddp: Any, num_micro_batches: int) -> list[float]:
 
 
 def buffers(model: Any) -> dict[str, torch.Tensor]:
-    """What a model keeps between steps beside its parameters, such as the bias of its experts."""
+    """What a model keeps between steps next to its parameters, such as the bias of its experts."""
     return {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
@@ -163,7 +163,7 @@ def switching() -> list[dict[str, Any]]:
 
 
 def random_numbers_in_backward(stack: ExitStack, comm: Any) -> None:
-    """Negative control: a backward draws random numbers between two turns of the forward beside it."""
+    """Negative control: a backward draws random numbers between two turns of the forward paired with it."""
 
     def draw(stock: Callable[[], None]) -> None:
         torch.rand(1)

@@ -233,7 +233,7 @@ def test_dense_gradients_are_reduced_once_in_micro_ops(results, case):
 
 
 def check_places(log: list[str]) -> tuple[int, int]:
-    """Micro-ops that left before the last all-to-all was back, and after; fails for one that left beside another."""
+    """Micro-ops that left before the last all-to-all was back, and after; fails for one that left next to another."""
     last = max(i for i, entry in enumerate(log) if entry.startswith("back"))
     out: set[str] = set()
     open_layers: dict[str, int] = {}

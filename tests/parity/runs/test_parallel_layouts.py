@@ -156,7 +156,7 @@ def test_stock_continues_from_a_checkpoint_of_two_hops(token_data, tmp_path):
 
 
 def test_one_chunk_equals_stock_with_virtual_stages_and_mtp(token_data, tmp_path):
-    # The last virtual stage has no layer beside the multi-token prediction.
+    # The last virtual stage has no layer next to the multi-token prediction.
     stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
     positions = ["--position-embedding-type", "rope"]
     layout = [*MODEL, *EP2, *PIPELINE, *stages, *positions, "--overlap-grad-reduce", *LARGER_BATCH]

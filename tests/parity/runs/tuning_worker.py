@@ -1,14 +1,14 @@
 """pretrain_gpt_moe.py whose planner and clock are scripted; training is the real one.
 
 LANCET_TEST_TUNING is a JSON object: ``profiled``, plans that run for the profile; ``plans``, the planner's answers,
-null for none; ``slow_s``, by plan, by how much its steps take longer; ``exposed_from``, the step from which half a
-second of waiting is on every step's account.
+each a list of plans; ``slow_s``, by plan, by how much its steps take longer; ``exposed_from``, the step from which half
+a second of waiting is on every step's account.
 """
 
 import json
 import os
-import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from tests.ranks.pretrain_worker import recording
 
 
 def plan_of(text: str) -> Plan:
-    """``2``: two chunks along the batch; ``2s``: along the sequence; ``none``: without overlap."""
-    if text == "none":
-        return plan_without_overlap()
+    """``2``: two chunks along the batch; ``2s``: along the sequence; ``none``: without overlap; ``fused``: that with
+    torch's attention kernel.
+    """
+    if text in ("none", "fused"):
+        return replace(plan_without_overlap(), fused_attention=text == "fused")
     dim = ChunkDim.SEQUENCE if text.endswith("s") else ChunkDim.BATCH
     return fixed_plan(int(text.rstrip("s")), chunk_dim=dim)
 
@@ -55,37 +57,32 @@ class ScriptedMaker:
     def run_step(self, step):
         return step()
 
+    def num_micro_batches(self) -> int:
+        return 1
+
     def make(self):
         from megatron_lancet.planning.estimate import StepEstimate
-        from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
+        from megatron_lancet.training.tuning.controller import Planned
+        from megatron_lancet.training.tuning.race import Candidate
 
         answer = self._answers.pop(0)
-        if answer is None:
-            raise PlanningFailed("the profile has no all-to-all times")
-        profiled = {text: (plan_of(text), 1e6) for text in self._script["profiled"]}
-        return Planned(plan_of(answer), StepEstimate(50.0, 1.0), "scripted", profiled)
+        finalists = tuple(Candidate(plan_of(text), prediction=StepEstimate(50.0, 1.0)) for text in answer)
+        return Planned(finalists, kernel=Candidate(plan_of("fused"), "fused"), why="scripted")
 
 
-def slow_under(plans: dict[str, float], setups: list[Any]):
-    by_plan = {plan_of(text): seconds for text, seconds in plans.items()}
-
-    def slow(train_step, *args, **kwargs):
-        result = train_step(*args, **kwargs)
-        time.sleep(by_plan.get(setups[0].plan, 0.0))
-        return result
-
-    return slow
-
-
-def exposed_from(step: int):
+def clock(slow_s: dict[str, float], exposed_from: int, setups: list[Any]):
+    """A step takes a second and what its plan adds; nothing waits before the given step."""
+    added_s = {plan_of(text): seconds for text, seconds in slow_s.items()}
     num_steps = 0
 
     def observed(observe, self, run):
         nonlocal num_steps
+        plan = setups[0].plan
         result = observe(self, run)
         num_steps += 1
-        if num_steps >= step:
-            self.records[-1].comm.exposed_ms += 500.0
+        record = self.records[-1]
+        record.comm.exposed_ms, record.comm.counts_exposed_ms = 500.0 * (num_steps >= exposed_from), 0.0
+        self.records[-1] = replace(record, step_ms=1e3 * (1 + added_s.get(plan, 0.0)))
         return result
 
     return observed
@@ -109,14 +106,15 @@ def run() -> None:
         init(self, *args, **kwargs)
 
     def noted(observe, self, step):
-        plans.append(str(setups[0].plan.segments[0]))
+        plan = setups[0].plan
+        plans.append(f"{plan.segments[0]}{' fused' if plan.fused_attention else ''}")
         return observe(self, step)
 
     with ExitStack() as stack:
         stack.enter_context(around(training, "train_step", recording(losses, classes)))
         stack.enter_context(around(OverlapSetup, "__init__", registered))
-        stack.enter_context(around(training, "train_step", slow_under(script.get("slow_s", {}), setups)))
-        stack.enter_context(around(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
+        scripted = clock(script.get("slow_s", {}), script.get("exposed_from", 10**9), setups)
+        stack.enter_context(around(StepRecorder, "observe", scripted))
         stack.enter_context(around(StepRecorder, "observe", noted))
         stack.enter_context(replaced(controller, "MIN_STEPS_BETWEEN_PLANS", 0))
         stack.enter_context(replaced(run, "ProfilingPlanMaker", ScriptedMaker))

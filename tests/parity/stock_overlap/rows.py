@@ -80,7 +80,7 @@ ROWS = {
     "shared expert": Row(f"{EP2} {SHARED_EXPERT} --moe-shared-expert-overlap"),
     "reductions": Row(f"{EP2} {REDUCTIONS}"),
     "gathers": Row(f"{EP2} {SHARDED} --create-all-gather-group"),
-    "gathers beside the optimizer": Row(
+    "gathers next to the optimizer": Row(
         f"{INTERLEAVED} {SHARDED} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
     ),
     "pipeline": Row(f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush"),
@@ -178,7 +178,7 @@ FLAGS: dict[str, str | NoRow] = {
     "--overlap-grad-reduce": "reductions",
     "--overlap-param-gather": "gathers",
     "--create-all-gather-group": "gathers",
-    "--overlap-param-gather-with-optimizer-step": "gathers beside the optimizer",
+    "--overlap-param-gather-with-optimizer-step": "gathers next to the optimizer",
     "--overlap-p2p-communication-warmup-flush": "pipeline",
     "--no-overlap-p2p-communication": "pipeline without",
     "--defer-embedding-wgrad-compute": "embedding's dW",

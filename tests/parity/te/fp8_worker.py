@@ -1,4 +1,4 @@
-"""Transformer Engine's fp8 recipes with chunks, beside stock and beside fp32 on the same weights, EP=2 on two ranks."""
+"""Transformer Engine's fp8 recipes with chunks, next to stock and to fp32 on the same weights, EP=2 on two ranks."""
 
 import sys
 from collections import Counter
@@ -13,6 +13,7 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Plan
+from tests.features.dedup.cases import dedup
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.gradients_worker import (
@@ -24,7 +25,6 @@ from tests.parity.gradients.gradients_worker import (
     step,
     wrap_with_ddp,
 )
-from tests.parity.gradients.variants import dedup
 from tests.parity.te.variants import FUSED, TE
 
 NUM_STEPS = 2
@@ -259,7 +259,7 @@ def reference(name: str) -> tuple[Run, Step | None]:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """Every plan of a recipe beside stock, see :func:`compared`, and beside fp32."""
+    """Every plan of a recipe next to stock, see :func:`compared`, and next to fp32."""
     recipe = RECIPES[name]
     without_recompute = {key: value for key, value in recipe.settings.items() if not key.startswith("recompute")}
     same = next((other for other, one in RECIPES.items() if one.settings == without_recompute), None)

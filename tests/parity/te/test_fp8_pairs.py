@@ -1,4 +1,4 @@
-"""Delayed scaling, whose state is global, where a forward is under way beside each backward."""
+"""Delayed scaling, whose state is global, where a forward is under way during each backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +66,7 @@ results = launch.results(all_results, 2, timeout_s=400, te=launch.Te())
 
 @pytest.mark.parametrize(("recipe", "num_chunks"), [*((name, k) for name in IN_FP32 for k in (1, 2)), (RECOMPUTED, 1)])
 def test_scales_and_gradients_of_paired_steps_are_stocks(results, recipe, num_chunks, check_gradients):
-    """A context of fp8 that a recomputation opens must not show in the forward beside it."""
+    """A context of fp8 that a recomputation opens must not show in the forward paired with it."""
     for result in results:
         found = result[f"{recipe}/k={num_chunks}"]
         assert found["num_waits"] == num_chunks * NUM_WAITS

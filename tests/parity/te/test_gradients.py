@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import fixed_plan
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import build, compare_plan, overlapping_model
+from tests.parity.gradients.gradients_worker import build, compare_case, compare_plan, overlapping_model
 from tests.parity.gradients.placed import numbers_in_checkpoints, place
 from tests.parity.gradients.variants import VARIANTS
 from tests.parity.paired.paired_worker import compare
@@ -58,10 +58,10 @@ def results_on_two_ranks() -> dict[str, Any]:
         overrides, plan = HAZARDS[name]
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
     for name, placed in PLACED.items():
-        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
+        results[name] = compare_case(placed)
     model, *_ = build(PLACED["placed/grouped/k=1"].overrides)
     overlapping_model(model, fixed_plan(1))
-    place(model, PLACED["placed/grouped/k=1"])
+    place(model, moves_weights=True)
     results["placed/numbers"] = numbers_in_checkpoints(model)
     for name, (overrides, plan) in GUARDED.items():
         results[name] = compare_plan({**TE, **overrides}, plan, max_rows=MOST_ROWS)
@@ -150,7 +150,7 @@ def test_te_deferred_weight_grads_keep_their_bound(results):
 
 
 def test_stock_loses_gradients_of_a_repeated_mtp_layer(results):
-    """So ours are compared with those of stock without fusion, see docs/support.md."""
+    """So ours are compared with stock's without fusion, see docs/support.md."""
     for result in results:
         found = result["mtp-repeated-fused/stock"]["gradients"]
         assert found["mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight0"] > 0.1

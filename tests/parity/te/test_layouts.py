@@ -4,55 +4,45 @@ from typing import Any
 
 import pytest
 
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import fixed_plan
+from tests.features.case import LAYOUTS, Case
+from tests.features.two_hop import cases as two_hop
 from tests.gradient_deviations import TOLERANCE, precision_of
-from tests.parity.gradients import hops, layouts_worker
-from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import compare_plan
-from tests.parity.gradients.layouts_worker import LAYOUTS, compare_in, parallel
+from tests.parity.gradients import layouts_worker
+from tests.parity.gradients.layouts_worker import compare_in
 from tests.parity.te.variants import FUSED, TE
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(480)]
 
 SHARDED = {"distributed_optimizer": True}
-CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
-    f"{layout}/{name}": (layout, {**TE, **overrides}, num_chunks, disturb)
-    for layout, name, overrides, num_chunks, disturb in (
-        ("EP4", "k=1", {}, 1, None),
-        ("EP4", "fused/erratic-wire/k=2", FUSED, 2, erratic_wire),
-        ("EP2xDP2", "fused/distributed-optimizer/k=1", {**FUSED, **SHARDED}, 1, None),
-        ("EP2xDP2", "distributed-optimizer/erratic-wire/k=2", SHARDED, 2, erratic_wire),
-        ("EP2xTP2", "k=1", {}, 1, None),
-        ("EP2xTP2", "fused/shared-expert/k=3", {**FUSED, **layouts_worker.SHARED_EXPERT}, 3, None),
-        ("EP2xTP2", "erratic-wire/k=2", {}, 2, erratic_wire),
-        ("EP2xETP2", "k=1", {}, 1, None),
-        ("EP2xETP2", "fused/k=2", FUSED, 2, None),
+CASES: dict[str, Case] = {
+    f"{layout}/{name}": Case({**TE, **overrides}, fixed_plan(num_chunks), layout, "erratic-wire" in name)
+    for layout, name, overrides, num_chunks in (
+        ("EP4", "k=1", {}, 1),
+        ("EP4", "fused/erratic-wire/k=2", FUSED, 2),
+        ("EP2xDP2", "fused/distributed-optimizer/k=1", {**FUSED, **SHARDED}, 1),
+        ("EP2xDP2", "distributed-optimizer/erratic-wire/k=2", SHARDED, 2),
+        ("EP2xTP2", "k=1", {}, 1),
+        ("EP2xTP2", "fused/shared-expert/k=3", {**FUSED, **layouts_worker.SHARED_EXPERT}, 3),
+        ("EP2xTP2", "erratic-wire/k=2", {}, 2),
+        ("EP2xETP2", "k=1", {}, 1),
+        ("EP2xETP2", "fused/k=2", FUSED, 2),
         # Transformer Engine has context parallelism for bf16 and fp16 only.
         *(
-            ("EP2xCP2", f"bf16/{kind}/k={k}", {**FUSED, "bf16": True, "cp_comm_type": kind}, k, None)
+            ("EP2xCP2", f"bf16/{kind}/k={k}", {**FUSED, "bf16": True, "cp_comm_type": kind}, k)
             for kind in ("p2p", "a2a")
             for k in (1, 2)
         ),
     )
 }
-"""Layout, overrides of the config, number of chunks, what disturbs the run."""
-HOPS: dict[str, tuple[dict[str, Any], Plan]] = {
-    "EP4/fused/two-hop/k=1": ({**TE, **FUSED, "num_moe_experts": 8}, hops.ONE),
-    "EP4/two-hop/k=2": (TE, hops.TWO),
+HOPS: dict[str, Case] = {
+    "EP4/fused/two-hop/k=1": Case({**TE, **FUSED, "num_moe_experts": 8}, two_hop.ONE, "EP4", disturbed=True),
+    "EP4/two-hop/k=2": Case(TE, two_hop.TWO, "EP4", disturbed=True),
 }
-"""Overrides and plan, with two nodes of two ranks."""
+"""With two nodes of two ranks."""
 BF16_TOLERANCE = 2e-2
 """Chunks round other partial sums to bf16: a weight's gradient is a sum of those of two chunks."""
-
-
-def compare_hops() -> dict[str, Any]:
-    nodes = hops.nodes_of("EP4")
-    with parallel(LAYOUTS["EP4"], nodes) as config:
-        return {
-            name: compare_plan({**config, **overrides}, plan, erratic_wire, nodes=nodes)
-            for name, (overrides, plan) in HOPS.items()
-        }
 
 
 def all_results() -> dict[str, Any]:
@@ -60,7 +50,7 @@ def all_results() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for layout in LAYOUTS:
         results |= compare_in(layout, CASES)
-    return results | compare_hops()
+    return results | compare_in("EP4", HOPS, two_hop.nodes_of("EP4"))
 
 
 results = launch.results(all_results, 4, timeout_s=460, te=launch.Te())

@@ -79,7 +79,7 @@ def test_te_losses_with_interleaved_pipeline_stages_equal_stock(token_data, tmp_
 def test_te_run_is_tuned(stock, token_data, tmp_path):
     """It profiles, plans, and keeps or drops its plan; whatever it does, losses are stock's."""
     flags = [*EP2, *TE, "--lancet-tune-steps", "1", "--lancet-report", tmp_path, "--lancet-cache", tmp_path]
-    ours = pretrain(token_data, flags, tmp_path, 2, 44, te=True)
+    ours = pretrain(token_data, flags, tmp_path, 2, 150, te=True)
     said = [line for line in ours.outputs[0].splitlines() if line.startswith("Megatron-Lancet plan: ")]
     assert any("predicted" in line and "from a profile of" in line for line in said), said
     (profile,) = tmp_path.glob("profile-*.json")

@@ -1,10 +1,11 @@
-"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
+"""Models and plans of the comparison with Transformer Engine's layers, next to ``parity/gradients/variants.py``."""
 
 from typing import Any
 
-from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, fixed_plan, paired
+from tests.features.dedup.cases import dedup
+from tests.features.placement.cases import placed
 from tests.parity.gradients.gradients_worker import plan_of
-from tests.parity.gradients.placed import PlacedCase
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,
@@ -16,7 +17,6 @@ from tests.parity.gradients.variants import (
     VARIANTS,
     WHOLE_ROUTING,
     chunk_counts,
-    dedup,
 )
 from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 
@@ -25,8 +25,8 @@ TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulati
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
 PLACED = {
-    "placed/grouped/k=1": PlacedCase({**TE, "gated_linear_unit": True}, fixed_plan(1)),
-    "placed/sequential/k=1": PlacedCase({**TE, "moe_grouped_gemm": False}, fixed_plan(1)),
+    "placed/grouped/k=1": placed({**TE, "gated_linear_unit": True}, fixed_plan(1)),
+    "placed/sequential/k=1": placed({**TE, "moe_grouped_gemm": False}, fixed_plan(1)),
 }
 FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
@@ -40,7 +40,7 @@ LOCAL_ONLY = (
     *("no-balancing", "seq-aux-loss", "global-aux-loss", "top-1", "group-limited", "fp32-router", "fp64-router"),
     "frozen-router-embedding-output",
 )
-"""Further ones: compared with local layers, and drawn beside Transformer Engine's in ``mocked/test_random_configs``."""
+"""Further ones: compared with local layers, and drawn in ``mocked/test_random_configs``."""
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -101,12 +101,12 @@ MOST_ROWS = 40
 
 TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-2-half": (FUSED, fixed_plan(1, tiles=2)),
-    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
+    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, local_tokens=LocalTokens.AFTER))),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
     "sequential-experts/tiles-2-after": (
         MODELS["sequential-experts"],
-        fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER),
+        fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER),
     ),
 }
 """Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""
@@ -131,7 +131,7 @@ def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> 
 
 
 def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
-    """All that is compared: overrides beside :data:`TE`, and the plan, by name."""
+    """All that is compared: overrides in addition to :data:`TE`, and the plan, by name."""
     cuts: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [*CUTS]
     cuts += [(name, settings, k, {}) for name, settings in {**VARIANTS, **FORCED}.items() for k in _chunk_counts(name)]
     for name, settings in MODELS.items():

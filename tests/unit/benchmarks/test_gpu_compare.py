@@ -1,4 +1,4 @@
-"""Predicted beside measured: errors, hidden shares, and what is missing."""
+"""Predicted next to measured: errors, hidden shares, and what is missing."""
 
 import pytest
 

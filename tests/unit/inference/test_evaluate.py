@@ -14,4 +14,4 @@ def test_windows_with_several_documents_have_a_note(flag):
     assert note_on_documents(argparse.Namespace(**arguments)) is None
     note = note_on_documents(argparse.Namespace(**{**arguments, flag: True}))
     assert note is not None
-    assert note.startswith(f"training had --{flag.replace('_', '-')}; here tokens see those of earlier documents")
+    assert note.startswith(f"training had --{flag.replace('_', '-')}; here tokens also see earlier documents")

@@ -1,4 +1,4 @@
-"""Columns of experts become columns of places by the rule of planning; what can't have replicas is refused."""
+"""Columns of experts become columns of slots by the rule of planning; what can't have replicas is refused."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def test_places_are_those_of_the_rule(source, per_node):
     for expert in range(12):
         for number, token in enumerate(chosen[:, expert].nonzero()[:, 0].tolist()):
             rank = holder_of(in_turn[expert], source, number)
-            expected[token, holders.place(expert, rank)] = True
+            expected[token, holders.slot(expert, rank)] = True
     assert torch.equal(found, expected)
     assert torch.equal(found_probs.sort(1).values[:, -3:], probs.sort(1).values[:, -3:])
     assert torch.equal(found_probs > 0, expected)
@@ -65,7 +65,7 @@ def arguments(**changes: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "replicas", "ranks", "message"),
     [
-        ({}, 3, 2, r"--replicas 3 can't be followed: every rank holds equally many: pass a multiple of the 2 ranks"),
+        ({}, 3, 2, r"--replicas 3 is not possible: every rank holds equally many: pass a multiple of the 2 ranks"),
         ({}, 2, 1, r"one rank holds all experts: start several ranks"),
         ({}, 6, 2, r"with 4 every one of the 2 ranks holds all 4 experts"),
         ({"num_experts": None}, 2, 2, r"this checkpoint has none"),

@@ -9,7 +9,7 @@ from megatron_lancet.model.chunking import (
     merge_hidden,
     split_hidden,
     split_rows,
-    whole_micro_batch,
+    unchunked_micro_batch,
 )
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
@@ -99,7 +99,7 @@ def test_tuples_of_rotary_embeddings_follow_documents():
     documents = Documents(((2, 1), (3,)))
     packed = PackedMicroBatch(documents, documents.positions())
     first, second = torch.arange(3.0).view(3, 1, 1, 1), 10 * torch.arange(3.0).view(3, 1, 1, 1)
-    rotary = whole_micro_batch(None, (first, second), None, packed).rotary_pos_emb
+    rotary = unchunked_micro_batch(None, (first, second), None, packed).rotary_pos_emb
     assert isinstance(rotary, tuple)
     queries, keys = rotary
     assert isinstance(queries, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Multiply-adds of a position and of a pair of positions, beside the weights and the kernels of real models."""
+"""Multiply-adds of a position and of a pair of positions, next to the weights and the kernels of real models."""
 
 import pytest
 import torch

@@ -120,7 +120,7 @@ def test_unsupported_tiles_are_refused_and_change_nothing(one_rank, settings, bo
     comm = model.decoder.comm
     comm.use(replace(comm.settings, max_expert_rows=bound))
     vars(model.config).update(settings)
-    with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
+    with pytest.raises(UsageError, match=r"cannot run a tiled plan: .* without tiles"):
         set_plan(model, fixed_plan(1, tiles=2))
     assert decided(model) == [STOCK] * 3
     assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)

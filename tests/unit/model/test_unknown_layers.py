@@ -22,5 +22,5 @@ class StreamsLayer(TransformerLayer):
 def test_layer_derived_from_a_known_one_is_refused():
     model = small_gpt(transformer_config(**{**EXPERTS, "num_layers": 2}))
     model.decoder.layers[1].__class__ = StreamsLayer
-    with pytest.raises(UsageError, match=r"run TransformerLayer, but the model spec built StreamsLayer\. .*off\.$"):
+    with pytest.raises(UsageError, match=r"runs TransformerLayer, but the model spec built StreamsLayer\. .*off\.$"):
         overlap(model, fixed_plan(2, DwPolicy.NONE), Comm(LocalTransport(), None, cpu_stats(), own_rank=0))

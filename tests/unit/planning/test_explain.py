@@ -12,7 +12,7 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.schedule.dispatch import PLAIN
-from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, Gap, LocalTokens, Plan, Segment, fixed_plan
 
 NODES = {"shares": (0.25,) * 4, "num_nodes": 2, "topk": 4, "link_ms": 20.0}
 
@@ -62,7 +62,7 @@ def test_explanation_sums_layers_and_names_gaps():
 
 def test_explanation_lists_alternatives_and_exclusions():
     profile = synthetic_profile(Machine(layers="mm"))
-    why = Exclusion("range=stack", "the router needs the whole micro-batch")
+    why = Exclusion("range=stack", "the router needs the full micro-batch")
     planned = make_plan(profile, Limits(pairing=(False,), max_memory_bytes=1, excluded=(why,)))
     explanation = explain(profile, planned.plan, planned)
     assert explanation.warning.startswith("no plan fits into")
@@ -75,14 +75,14 @@ def test_explanation_lists_alternatives_and_exclusions():
 
 
 def test_explanation_names_tiles():
-    plan = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
+    plan = fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER)
     explanation = explain(synthetic_profile(Machine(layers="m", link_ms=9.0)), plan)
     ops = {message.op for message in explanation.layers[0].exposed}
     assert {"L1.c0.t0.F.dispatch", "L1.c0.t1.F.dispatch"} <= ops
     first, *_ = layer_lines(explanation)
     assert "one chunk, rows of other ranks in 2 tiles, a rank's own behind them; exposed" in first
     assert description(fixed_plan(1, tiles=1).segments[0]) == (
-        "the micro-batch as a whole; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
+        "the unchunked micro-batch; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
     )
 
 

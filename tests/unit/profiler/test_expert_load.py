@@ -5,7 +5,7 @@ from megatron_lancet.profiler.expert_load import ExpertRows, RankLoad, load_of
 
 
 def test_counts_of_several_exchanges_are_summed_by_source():
-    rows = ExpertRows(num_holders=1)
+    rows = ExpertRows(expert_tp_size=1)
     rows.add(2, [[1, 2], [3, 4]])
     rows.add(2, [[10, 0], [0, 10]])
     rows.add(3, [[5, 5], [5, 5]])
@@ -14,13 +14,13 @@ def test_counts_of_several_exchanges_are_summed_by_source():
 
 
 def test_ranks_that_hold_parts_of_same_experts_are_one_source():
-    rows = ExpertRows(num_holders=2)
+    rows = ExpertRows(expert_tp_size=2)
     rows.add(1, [[1, 2], [10, 20], [3, 4], [30, 40]])
     assert rows.take() == {1: [[11, 22], [33, 44]]}
 
 
 def test_a_repeated_layer_has_the_rows_of_all_its_numbers():
-    rows = ExpertRows(num_holders=1)
+    rows = ExpertRows(expert_tp_size=1)
     for layer in (2, 3, 4):
         rows.add(layer, [[layer, 0], [0, 1]])
     assert rows.take_by({2: 2, 3: 3, 4: 3}) == {2: [[2, 0], [0, 1]], 3: [[7, 0], [0, 2]]}

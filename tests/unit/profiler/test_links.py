@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lancet.planning.measured.fit import fit
-from megatron_lancet.profiler.links import _busiest_bytes, _even, _of_busiest, _sizes, _uneven
+from megatron_lancet.profiler.links import _busiest_bytes, _busiest_ms, _even, _sizes, _uneven
 
 
 def test_link_curve_of_a_straight_line_has_two_points():
@@ -61,21 +61,21 @@ TWO = [(0, 0), (0, 1)]
 def test_message_time_is_that_of_the_last_rank_to_launch():
     late_second, late_first = ([90.0, 60.0], [60.0, 62.0]), ([61.0, 64.0], [95.0, 60.0])
     ranks = list(zip(late_second, late_first, strict=True))
-    assert _of_busiest(_even(1 << 16, 2), TWO, ranks) == (60.5, 61.5)
+    assert _busiest_ms(_even(1 << 16, 2), TWO, ranks) == (60.5, 61.5)
 
 
 def test_message_size_is_that_of_the_rank_that_receives_most():
     ranks = [[[60.0, 50.0]], [[30.0, 20.0]]]
-    assert _of_busiest(_uneven(1 << 16, 2, both_ways=False), TWO, ranks) == (60.0, 50.0)
+    assert _busiest_ms(_uneven(1 << 16, 2, both_ways=False), TWO, ranks) == (60.0, 50.0)
     swapped = [(0, 1), (0, 0)]
-    assert _of_busiest(_uneven(1 << 16, 2, both_ways=False), swapped, ranks) == (30.0, 20.0)
+    assert _busiest_ms(_uneven(1 << 16, 2, both_ways=False), swapped, ranks) == (30.0, 20.0)
 
 
 def test_link_time_is_that_of_the_slowest_group():
     two_groups = [(0, 0), (0, 1), (2, 0), (2, 1)]
     ranks = [[[10.0, 5.0]], [[11.0, 5.0]], [[20.0, 9.0]], [[22.0, 9.0]]]
-    assert _of_busiest(_even(1 << 16, 2), two_groups, ranks) == (20.0, 9.0)
-    assert _of_busiest(_uneven(1 << 16, 8, both_ways=True), [(0, 3)], [[[7.0, 6.0]]]) == (7.0, 6.0)
+    assert _busiest_ms(_even(1 << 16, 2), two_groups, ranks) == (20.0, 9.0)
+    assert _busiest_ms(_uneven(1 << 16, 8, both_ways=True), [(0, 3)], [[[7.0, 6.0]]]) == (7.0, 6.0)
 
 
 def test_where_ranks_share_what_leaves_node_last_one_counts():
@@ -84,6 +84,6 @@ def test_where_ranks_share_what_leaves_node_last_one_counts():
     first, last = [[60.0, 118.0]] * 3, [[120.0, 122.0]] * 3
     ranks = [first, last, first, last]
     rows = _even(1 << 16, 2)
-    assert _of_busiest(rows, places, ranks, share_what_leaves=True) == (120.0, 120.0)
+    assert _busiest_ms(rows, places, ranks, share_what_leaves=True) == (120.0, 120.0)
     turns = [[first[0], last[0], first[0]], [last[0], first[0], last[0]]]
-    assert _of_busiest(rows, places, [*turns, *turns], share_what_leaves=True)[0] == 120.0
+    assert _busiest_ms(rows, places, [*turns, *turns], share_what_leaves=True)[0] == 120.0

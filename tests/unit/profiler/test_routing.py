@@ -95,23 +95,23 @@ def journeys(choices, nodes, experts_per_rank):
     return HopRows(tuple(node_sent), tuple(node_received), tuple(local_sent), tuple(local_received))
 
 
-@pytest.mark.parametrize("num_holders", [1, 2])
+@pytest.mark.parametrize("expert_tp_size", [1, 2])
 @pytest.mark.parametrize("nodes", [Nodes(2, 2), Nodes(3, 2), Nodes(2, 4), Nodes(2, 1)], ids=str)
-def test_rows_of_hops_are_those_of_each_tokens_journey(nodes, num_holders):
-    generator = torch.Generator().manual_seed(nodes.num_nodes + num_holders)
+def test_rows_of_hops_are_those_of_each_tokens_journey(nodes, expert_tp_size):
+    generator = torch.Generator().manual_seed(nodes.num_nodes + expert_tp_size)
     size, experts_per_rank, topk = nodes.num_nodes * nodes.ranks_per_node, 2, 3
-    choices, by_holder = [], []
-    for _ in range(num_holders):
+    choices, by_expert_tp_rank = [], []
+    for _ in range(expert_tp_size):
         chosen = torch.rand(size, 9, size * experts_per_rank, generator=generator).topk(topk).indices
         choices.append(chosen.tolist())
         maps = torch.zeros(size, 9, size * experts_per_rank).scatter(2, chosen, 1).bool()
         maps[0, 0] = False  # a dropped token
         choices[-1][0][0] = []
-        by_holder.append({rank: RoutedRows.of(its, experts_per_rank, nodes) for rank, its in enumerate(maps)})
-    assert hop_rows(by_holder, nodes) == journeys(choices, nodes, experts_per_rank)
+        by_expert_tp_rank.append({rank: RoutedRows.of(its, experts_per_rank, nodes) for rank, its in enumerate(maps)})
+    assert hop_rows(by_expert_tp_rank, nodes) == journeys(choices, nodes, experts_per_rank)
 
 
-def test_routing_of_cut_experts_counts_the_rows_of_all_holders():
+def test_routing_of_cut_experts_counts_rows_of_all_tp_ranks():
     """Two groups share the parts of the same experts, two other groups others."""
     nodes, rows = Nodes(2, 1), RoutedRows((5, 4), (3, 2), (3, 2))
     more = RoutedRows((9, 9), (7, 6), (7, 6))

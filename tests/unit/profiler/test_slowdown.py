@@ -1,4 +1,4 @@
-"""The slowdown beside a message, on devices whose clock is the test's."""
+"""The slowdown during a message, on devices whose clock is the test's."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def test_table():
     assert FOUND.as_text() == (
         "exposed time by cause, step 1200, mean over ranks\n"
         "  cause                      ms  of step    alone\n"
-        "  wire                    40.00   20.0 %    45.00  a rank's messages travel at 312 Mbit/s\n"
+        "  wire                    40.00   20.0 %    45.00  a rank sends at 312 Mbit/s\n"
         "  uneven rows             28.00   14.0 %    28.00  rank 3 receives 1.6 times the mean\n"
         "  late or slow rank       -0.50   -0.2 %     2.00\n"
         "  token counts             1.00    0.5 %     1.00\n"
@@ -56,7 +56,7 @@ def test_a_step_without_causes_says_why():
             Cause.PACE,
             "since step 1,200 rank 1 is late or slow, 1.05 times the mean: 14 % of a step, 2 % before",
         ),
-        (Cause.WIRE, "since step 1,200 a rank's messages travel at 312 Mbit/s: 14 % of a step, 2 % before"),
+        (Cause.WIRE, "since step 1,200 a rank sends at 312 Mbit/s: 14 % of a step, 2 % before"),
         (Cause.COUNTS, "since step 1,200 exchanges of token counts take 3.0 ms of a step: 14 % of a step, 2 % before"),
         (Cause.HOST, "since step 1,200 rank 0 waits 12 ms of a step for its host: 14 % of a step, 2 % before"),
     ],

@@ -66,7 +66,7 @@ def test_exposed_text_sums_layers_and_sorts_by_wait():
     assert lines[2].split() == ["1", "all", "15.00", "3.50", "3.00"]
     assert lines[3].split() == ["0", "15.00", "3.00", "2.50"]
     assert lines[-5].split() == ["all", "23.00", "7.00", "3.00"]
-    assert lines[-4] == "  of it 3.50 for messages of forwards, 3.00 for those of backwards"
+    assert lines[-4] == "  of it 3.50 for messages of forwards, 3.00 for messages of backwards"
     assert lines[-3] == "  of it by message: dispatch 6.00, combine 0.50, gather 0.50"
     assert lines[-2] == "  L1.c0.F.dispatch: 3.00 ms, everything else depends on it"
     assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, nothing left to run"

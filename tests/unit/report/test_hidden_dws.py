@@ -1,4 +1,4 @@
-"""Which part of the weight gradients counts as run beside messages, on timelines written by hand."""
+"""Which part of the weight gradients counts as run during messages, on timelines written by hand."""
 
 import json
 

@@ -14,7 +14,7 @@ def device(monkeypatch):
 
 
 def pass_message(device: FakeDevice, stats: CommStats, sent_ms: float, compute_ms: float) -> None:
-    """A message whose transfer takes ``sent_ms``, beside an op of ``compute_ms``."""
+    """A message whose transfer takes ``sent_ms``, next to an op of ``compute_ms``."""
     start_ms = device.now_ms
     times = EventPair()
     device.now_ms = start_ms + sent_ms

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -227,6 +228,7 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
     )
 
 
+@pytest.mark.thorough
 @examples(300)
 @given(passes_and_rules(), st.integers(1, 60), st.integers(30, 100), st.booleans())
 def test_runtime_and_simulator_run_dws_and_reductions_alike(backward_and_rules, part_bytes, chunk_bytes, host_polls):

@@ -10,7 +10,7 @@ from megatron_lancet.runtime.transport import gloo
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
 
-def test_gloo_receives_are_posted_before_the_own_rows_are_sent(monkeypatch):
+def test_gloo_receives_are_posted_before_the_local_rows_are_sent(monkeypatch):
     """Without the yield between them, messages came 15 ms late where gloo's threads share a core with compute."""
     log = []
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +108,7 @@ def _op(index: int) -> Op:
     return Op(1, index, Phase.INPUT_GRAD, "combine")
 
 
+@pytest.mark.thorough
 @examples(300)
 @given(events(), st.integers(1, 5), st.integers(1, 250))
 def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, memory_bytes):
@@ -121,6 +123,7 @@ def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, me
     assert free.times.num_dw_early == 0
 
 
+@pytest.mark.thorough
 @examples(300)
 @given(
     events(),

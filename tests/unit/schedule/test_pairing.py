@@ -1,4 +1,4 @@
-"""Whose turn it is beside a backward: a rule of two numbers, alike on every rank."""
+"""Whose turn it is during a backward: a rule of two numbers, alike on every rank."""
 
 from itertools import pairwise
 

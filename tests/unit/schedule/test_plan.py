@@ -9,8 +9,8 @@ from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
     Gap,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Pairing,
     Plan,
     Segment,
@@ -69,15 +69,15 @@ def test_a_multiple_is_written_where_there_is_one():
 
 
 def test_tiles_are_written_where_there_are_any():
-    tiled = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
-    assert str(tiled) == "chunks=1 dim=batch range=stack tiles=2 own-rows=after dw=fill dw-window=4"
+    tiled = fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER)
+    assert str(tiled) == "chunks=1 dim=batch range=stack tiles=2 local-tokens=after dw=fill dw-window=4"
     assert tiled.has_tiles
     assert not tiled.overlaps_nothing
     assert Plan.from_json(tiled.to_json()) == tiled
     assert tiled.fingerprint() != fixed_plan(1, tiles=2).fingerprint() != fixed_plan(1).fingerprint()
     plain = fixed_plan(2).to_json()
     assert "tiles" not in plain
-    assert "own_rows" not in plain
+    assert "local_tokens" not in plain
     assert not Plan.from_json(plain).has_tiles
     assert paired(fixed_plan(1), tiled).has_tiles
 

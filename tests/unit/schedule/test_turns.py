@@ -1,4 +1,7 @@
-"""Programs of segments as golden text, written by hand. A line is what one chunk does until the next one goes on."""
+"""Programs of three segments as text written by hand; ``programs/`` has frozen ones of all plans.
+
+A line is what one chunk does until the next one goes on.
+"""
 
 import pytest
 
@@ -7,7 +10,7 @@ from megatron_lancet.planning.verbs import is_cut
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import LocalTokens, OverlapRange
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -30,7 +33,7 @@ LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=TWO_HOP)
 LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=TWO_HOP)
 LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=PLAIN.in_tiles(2))
-LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, OwnRows.AFTER))
+LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, LocalTokens.AFTER))
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -41,163 +44,6 @@ wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
 wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
 wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, L3.c0.F.attention, L3.c0.F.mlp
 wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.attention, L3.c1.F.mlp
-concatenate
-"""
-TWO_CHUNKS_GATE = """
-L1.c0.F.attention, L1.c0.F.mlp
-L2.c0.F.attention
-cut
-L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess, launch L2.c0.F.dispatch, L2.c0.F.shared_experts
-L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess, launch L2.c1.F.dispatch, L2.c1.F.shared_experts
-wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
-wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
-wait L2.c0.F.combine, L2.c0.F.postprocess
-wait L2.c1.F.combine, L2.c1.F.postprocess
-concatenate
-add residual in L2.c0.F.postprocess
-"""
-THREE_CHUNKS_EXPERTS = """
-L1.c0.F.attention, L1.c0.F.route
-cut
-launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
-launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch
-launch L1.c2.F.counts, L1.c2.F.preprocess, launch L1.c2.F.dispatch
-wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
-wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
-wait L1.c2.F.dispatch, L1.c2.F.experts, launch L1.c2.F.combine
-wait L1.c0.F.combine, L1.c0.F.postprocess
-wait L1.c1.F.combine, L1.c1.F.postprocess
-wait L1.c2.F.combine, L1.c2.F.postprocess
-concatenate
-add residual in L1.c0.F.postprocess
-"""
-PREDICTIONS_STACK = """
-cut
-L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.mlp
-L1.c1.F.attention, L1.c1.F.mlp, L2.c1.F.attention, L2.c1.F.mlp
-concatenate
-L3.c0.F.mtp_projection
-cut
-L3.c0.F.attention, L3.c0.F.mlp
-L3.c1.F.attention, L3.c1.F.mlp
-concatenate
-L4.c0.F.mtp_projection
-cut
-L4.c0.F.attention, L4.c0.F.mlp
-L4.c1.F.attention, L4.c1.F.mlp
-concatenate
-"""
-PREDICTION_GATE = """
-L1.c0.F.mtp_projection, L1.c0.F.attention
-cut
-L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
-L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch
-wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
-wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
-wait L1.c0.F.combine, L1.c0.F.postprocess
-wait L1.c1.F.combine, L1.c1.F.postprocess
-concatenate
-add residual in L1.c0.F.postprocess
-"""
-HYBRID_STACK = """
-cut
-L1.c0.F.attention, L2.c0.F.norm, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
- launch L2.c0.F.dispatch, L2.c0.F.shared_experts
-L1.c1.F.attention, L2.c1.F.norm, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess,\
- launch L2.c1.F.dispatch, L2.c1.F.shared_experts
-wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
-wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
-wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, L3.c0.F.mlp
-wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.mlp
-concatenate
-"""
-HYBRID_GATE = """
-L1.c0.F.mlp
-L2.c0.F.attention
-L3.c0.F.norm
-cut
-L3.c0.F.route, launch L3.c0.F.counts, L3.c0.F.preprocess, launch L3.c0.F.dispatch, L3.c0.F.shared_experts
-L3.c1.F.route, launch L3.c1.F.counts, L3.c1.F.preprocess, launch L3.c1.F.dispatch, L3.c1.F.shared_experts
-wait L3.c0.F.dispatch, L3.c0.F.experts, launch L3.c0.F.combine
-wait L3.c1.F.dispatch, L3.c1.F.experts, launch L3.c1.F.combine
-wait L3.c0.F.combine, L3.c0.F.postprocess
-wait L3.c1.F.combine, L3.c1.F.postprocess
-concatenate
-add residual in L3.c0.F.postprocess
-"""
-HYBRID_EXPERTS = """
-L1.c0.F.norm, L1.c0.F.route
-cut
-launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch, L1.c0.F.shared_experts
-launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch, L1.c1.F.shared_experts
-wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
-wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
-wait L1.c0.F.combine, L1.c0.F.postprocess
-wait L1.c1.F.combine, L1.c1.F.postprocess
-concatenate
-add residual in L1.c0.F.postprocess
-L2.c0.F.attention
-"""
-TWO_HOPS_STACK = """
-cut
-L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch,\
- L1.c0.F.shared_experts
-L1.c1.F.attention, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch,\
- L1.c1.F.shared_experts
-wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
-wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
-wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
-wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
-wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
-wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
-wait L1.c0.F.node_combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess, L2.c0.F.attention, L2.c0.F.mlp
-wait L1.c1.F.node_combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess, L2.c1.F.attention, L2.c1.F.mlp
-concatenate
-"""
-TWO_HOPS_EXPERTS = """
-L1.c0.F.norm, L1.c0.F.route
-cut
-launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch
-launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch
-wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
-wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
-wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
-wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
-wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
-wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
-wait L1.c0.F.node_combine, L1.c0.F.postprocess
-wait L1.c1.F.node_combine, L1.c1.F.postprocess
-concatenate
-add residual in L1.c0.F.postprocess
-"""
-TWO_HOPS_GATE = """
-L1.c0.F.norm
-cut
-L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch
-L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch
-wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
-wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
-wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
-wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
-wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
-wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
-wait L1.c0.F.node_combine, L1.c0.F.postprocess
-wait L1.c1.F.node_combine, L1.c1.F.postprocess
-concatenate
-add residual in L1.c0.F.postprocess
-"""
-TILES_STACK = """
-cut
-L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.t0.F.dispatch,\
- launch L1.c0.t1.F.dispatch, L1.c0.F.shared_experts, L1.c0.t0.F.own_experts
-L1.c1.F.attention, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.t0.F.dispatch,\
- launch L1.c1.t1.F.dispatch, L1.c1.F.shared_experts, L1.c1.t0.F.own_experts
-wait L1.c0.t0.F.dispatch, L1.c0.t0.F.experts, launch L1.c0.t0.F.combine, wait L1.c0.t1.F.dispatch,\
- L1.c0.t1.F.experts, launch L1.c0.t1.F.combine, L1.c0.t1.F.own_experts
-wait L1.c1.t0.F.dispatch, L1.c1.t0.F.experts, launch L1.c1.t0.F.combine, wait L1.c1.t1.F.dispatch,\
- L1.c1.t1.F.experts, launch L1.c1.t1.F.combine, L1.c1.t1.F.own_experts
-wait L1.c0.t0.F.combine, wait L1.c0.t1.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
-wait L1.c1.t0.F.combine, wait L1.c1.t1.F.combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess
 concatenate
 """
 TILES_EXPERTS = """
@@ -234,17 +80,6 @@ def instructions_in(text: str) -> list[str]:
     ("layers", "num_chunks", "overlap_range", "text"),
     [
         ("dmd", 2, OverlapRange.STACK, TWO_CHUNKS_STACK),
-        ("dm", 2, OverlapRange.GATE, TWO_CHUNKS_GATE),
-        ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
-        ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
-        ("q", 2, OverlapRange.GATE, PREDICTION_GATE),
-        ("*E-", 2, OverlapRange.STACK, HYBRID_STACK),
-        ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
-        ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
-        ("hd", 2, OverlapRange.STACK, TWO_HOPS_STACK),
-        ("H", 2, OverlapRange.EXPERTS, TWO_HOPS_EXPERTS),
-        ("H", 2, OverlapRange.GATE, TWO_HOPS_GATE),
-        ("t", 2, OverlapRange.STACK, TILES_STACK),
         ("T", 2, OverlapRange.EXPERTS, TILES_EXPERTS),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
@@ -314,6 +149,6 @@ def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import transformer_layer
 
     functions = {*transformer_layer.OPS, *mtp.OPS, *experts.OPS, *tiles.OPS, *two_hop.OPS}
-    assert {verb.of_all_rows for verb in layer} <= functions
-    assert functions == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
+    assert {verb.untiled for verb in layer} <= functions
+    assert functions == {verb.untiled for verbs in LAYERS.values() for verb in verbs}
     assert not {*transformer_layer.OPS, *mtp.OPS} & {*experts.OPS, *tiles.OPS, *two_hop.OPS}

@@ -184,7 +184,7 @@ def test_profile_cache_defaults_to_the_users_cache_folder(command_line, monkeypa
         (["--lancet-locality-loss-coeff=-1"], "--lancet-locality-loss-coeff expects at least 0, got"),
         (["--lancet-rebalance-interval", 1], "--lancet-rebalance-interval expects at least 2, got 1"),
         (["--lancet-comm-sms", 0], "--lancet-comm-sms expects at least 1, got 0"),
-        (["--lancet-ranks-per-node", 0], r"-ranks-per-node expects at least 1, got 0\. Without the flag"),
+        (["--lancet-ranks-per-node", 0], r"-ranks-per-node expects at least 1, got 0\. Defaults to"),
     ],
 )
 def test_faulty_arguments_are_refused(command_line, words, message):

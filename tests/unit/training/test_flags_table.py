@@ -187,15 +187,24 @@ def used_words(path: Path) -> frozenset[str]:
 
     Not: docstrings, what is compared in an assertion, and expected messages.
     """
-    words: set[str] = set()
-    for source in sources_of(path):
-        words |= words_in(ast.parse(source.read_text()))
-    return frozenset(words)
+    return frozenset().union(*map(words_of, sources_of(path)))
+
+
+@functools.cache
+def words_of(path: Path) -> set[str]:
+    """What one file passes on."""
+    return words_in(tree_of(path))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
 def sources_of(path: Path, known: frozenset[Path] = frozenset()) -> frozenset[Path]:
     """A file of tests/, and those that it imports or starts as workers."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     others = {path.with_name(text.rpartition("/")[2]) for text in strings_in(tree) if text.endswith("_worker.py")}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
@@ -241,13 +250,18 @@ def test_one():
     assert words_in(ast.parse(source)) & {"--a", "--b", "--c", "d", "--e"} == {"--c", "d"}
 
 
+@functools.cache
+def names_of_tests() -> set[str]:
+    """Names of the files with tests, and of the tests in them."""
+    files = [*(REPO / "tests").rglob("test_*.py")]
+    names = (re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE) for file in files)
+    return {file.stem for file in files}.union(*names)
+
+
 @pytest.mark.parametrize("path", sorted((REPO / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_documents_name_tests_that_exist(path):
-    tests = [*(REPO / "tests").rglob("test_*.py")]
-    known = {test.stem for test in tests}
-    known |= {name for test in tests for name in re.findall(r"^def (test_\w+)", test.read_text(), re.MULTILINE)}
     named = {
         Path(name).name.removesuffix(".py")
         for name in re.findall(r"`((?:[\w/]+/)?test_\w+(?:\.py)?)`", path.read_text())
     }
-    assert named <= known, named - known
+    assert named <= names_of_tests(), named - names_of_tests()

@@ -98,7 +98,7 @@ def test_hybrid_layers_that_do_not_overlap_are_named(hybrid, pattern, found):
 
 
 def test_dry_run_does_not_guess_the_size_of_other_layers(hybrid):
-    with pytest.raises(UsageError, match="the layers G, M are not known; plan files and dry runs know"):
+    with pytest.raises(UsageError, match="the layers G, M are not known; plan files and dry runs support"):
         layer_kinds(hybrid("M*EG"))
 
 

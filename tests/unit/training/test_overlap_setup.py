@@ -23,8 +23,8 @@ ADVICE = (
 def compare(monkeypatch):
     """Compares eight ranks; they have the nodes and hosts that are given, in rank order."""
 
-    def compare(nodes, hosts, num_holders=1):
-        monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: num_holders)
+    def compare(nodes, hosts, expert_tp_size=1):
+        monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: expert_tp_size)
 
         def from_all_ranks(own):
             assert own[0] == nodes[0]
@@ -37,20 +37,20 @@ def compare(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "num_holders"), [(Nodes(2, 4), 1), (Nodes(2, 2), 2), (Nodes(4, 2), 1), (None, 1)], ids=str
+    ("nodes", "expert_tp_size"), [(Nodes(2, 4), 1), (Nodes(2, 2), 2), (Nodes(4, 2), 1), (None, 1)], ids=str
 )
-def test_nodes_may_share_a_host(compare, nodes, num_holders):
-    compare([nodes] * 8, ["here"] * 8, num_holders)
-    compare([nodes] * 8, ["here"] * 4 + ["there"] * 4, num_holders)
+def test_nodes_may_share_a_host(compare, nodes, expert_tp_size):
+    compare([nodes] * 8, ["here"] * 8, expert_tp_size)
+    compare([nodes] * 8, ["here"] * 4 + ["there"] * 4, expert_tp_size)
     if nodes is None:
         compare([nodes] * 8, ["here", "there"] * 4)
 
 
-@pytest.mark.parametrize(("nodes", "num_holders"), [(Nodes(2, 4), 1), (Nodes(2, 2), 2)], ids=str)
-def test_node_on_several_hosts_is_refused(compare, nodes, num_holders):
+@pytest.mark.parametrize(("nodes", "expert_tp_size"), [(Nodes(2, 4), 1), (Nodes(2, 2), 2)], ids=str)
+def test_node_on_several_hosts_is_refused(compare, nodes, expert_tp_size):
     told = f"ranks 4-7 are taken for a node, but are on several hosts: b on ranks 4-5, c on ranks 6-7. {ADVICE}"
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
-        compare([nodes] * 8, ["a"] * 4 + ["b"] * 2 + ["c"] * 2, num_holders)
+        compare([nodes] * 8, ["a"] * 4 + ["b"] * 2 + ["c"] * 2, expert_tp_size)
 
 
 def test_ranks_that_disagree_about_nodes_are_refused(compare):

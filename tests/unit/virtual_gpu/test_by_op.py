@@ -17,7 +17,7 @@ from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
 COMPUTE, COMM = 0, 1
 DISPATCH, DW = "L1.c0.F.dispatch", "L1.W.mlp.linear_fc1"
-# 1 ms of attention, a message of 3 ms beside 1 ms of routing, a wait, 0.5 ms of a weight gradient, 2 ms of experts.
+# 1 ms of attention, a message of 3 ms next to 1 ms of routing, a wait, 0.5 ms of a weight gradient, 2 ms of experts.
 LOG = [
     Kernel(COMPUTE, "sum", 100, 0),
     Mark(SKIP, ""),

@@ -53,7 +53,7 @@ def test_kernel_takes_the_longest_of_flops_bytes_and_floor():
 
 
 def test_message_beside_compute_is_exposed_for_its_rest():
-    # 10 us of compute, then a message of 5 + 15 us beside 12 us of compute, then 3 us that wait for it.
+    # 10 us of compute, then a message of 5 + 15 us next to 12 us of compute, then 3 us that wait for it.
     log = [kernel(10), *behind(1, COMPUTE, COMM), *message(15), Recorded(COMM, 2), kernel(12)]
     played = play([*log, StreamWaits(COMPUTE, 2), kernel(3)], DEVICE)
     assert [one.on_wire for one in played.messages] == [Interval(10, 30)]
@@ -151,16 +151,16 @@ def test_wait_for_another_streams_compute_is_not_exposed():
 
 
 SLOW = replace(DEVICE, num_sms=4, message_sms=1)
-"""Beside a message, kernels run at three quarters of their speed."""
+"""Next to a message, kernels run at three quarters of their speed."""
 
 
 def beside_message(device):
-    """10 us of compute, then a message of 5 + 15 us beside 12 us of compute, and 30 us more."""
+    """10 us of compute, then a message of 5 + 15 us next to 12 us of compute, and 30 us more."""
     return play([kernel(10), *behind(1, COMPUTE, COMM), *message(15), kernel(12), kernel(30)], device)
 
 
 def test_message_slows_down_kernels_of_other_streams():
-    # 12 us take 16 beside the message; of the last kernel 3 us take the 4 that are left, and 27 us come behind it.
+    # 12 us take 16 during the message; of the last kernel 3 us take the 4 that are left, and 27 us come behind it.
     assert list(beside_message(SLOW).kernels.values()) == [Interval(0, 10), Interval(10, 26), Interval(26, 57)]
     assert list(beside_message(DEVICE).kernels.values()) == [Interval(0, 10), Interval(10, 22), Interval(22, 52)]
 

@@ -1,7 +1,7 @@
-"""A GEMM beside a message: what the message's SMs cost the GEMM, and how late the message starts.
+"""A GEMM during a message: what the message's SMs cost the GEMM, and how late the message starts.
 
-A persistent GEMM has one block on each SM until its end. So a message beside it waits for SMs, and a GEMM that is
-launched beside a message finds fewer SMs and may take two waves. A carve-out is torch's setting that leaves SMs free.
+A persistent GEMM has one block on each SM until its end. So a message next to it waits for SMs, and a GEMM that is
+launched during a message finds fewer SMs and may take two waves. A carve-out is torch's setting that leaves SMs free.
 """
 
 import itertools
@@ -55,7 +55,7 @@ class Product:
 
     Attributes:
         multiply: enqueues it.
-        num_times: how often it runs beside a message, which takes as long as all of them alone.
+        num_times: how often it runs during a message, which takes as long as all of them alone.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _carved_out(num_sms: int | None) -> Iterator[None]:
 
 
 def _measure(record: Recorder, name: str, product: Product, num_sms: int, num_repeats: int) -> None:
-    """A product alone and beside a message, on streams of both priorities."""
+    """A product alone and during a message, on streams of both priorities."""
     blocker = Bench(0, _BLOCKED_US)
     alone = [_alone(product, blocker) for _ in range(1 + num_repeats)][1:]
     alone_ms = statistics.median(ms for times in alone for ms in times)

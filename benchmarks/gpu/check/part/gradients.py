@@ -1,8 +1,8 @@
 """Losses and gradients of each plan against stock on the same weights and data, three times.
 
 A race shows as a difference between two repeats: torch's deterministic algorithms run, as with Megatron's
-``--deterministic-mode``, so repeats are equal to the bit. In fp32 each parameter's gradient is compared with that of
-stock; in bf16 with that of stock in fp32, which stock's own bf16 gradient misses by as much.
+``--deterministic-mode``, so repeats are equal to the bit. In fp32 each parameter's gradient is compared with
+stock's; in bf16 with stock's in fp32, which stock's own bf16 gradient misses by as much.
 """
 
 import os

@@ -155,7 +155,7 @@ def _judge(record: Recorder, name: str, found: dict[str, int | float], is_judged
     rate = found["bytes"] / max(found["expected_us"] - LATENCY_US, 1e-3) * 1e-3
     could = rate <= _RESERVE * found["copied_gbytes_per_s"]
     if is_judged and could and off_us > _TOLERANCE * found["expected_us"] + _TOLERANCE_US:
-        record.fail(name, f"{off_us:.1f} us off, beside the launch; at most 2 % and 2 us were expected", **found)
+        record.fail(name, f"{off_us:.1f} us off, next to the launch; at most 2 % and 2 us were expected", **found)
     else:
         record.add(name, **found)
 

@@ -1,7 +1,8 @@
 """One step of ours under ``compute-sanitizer --tool memcheck``: whether a kernel reads or writes outside of a tensor.
 
 The step runs in a process of its own under the tool, ``python -m benchmarks.gpu.check.part.memcheck FILE``, which saves
-each step that has ended in FILE. Tensors have an allocation each there: torch's cache would hide what lies beside them.
+each step that has ended in FILE. Tensors have an allocation each there: torch's cache would hide what lies next to
+them.
 """
 
 import argparse

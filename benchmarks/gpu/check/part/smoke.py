@@ -215,7 +215,7 @@ def _problems(waits: HostWaits, expected: int | None, plan: Plan | None, losses:
     found = []
     if expected is not None and waits.number != expected:
         found.append(f"expected the host to wait {expected} times, found {waits.number}: {waits.most_frequent()}")
-    # In pairs the backward launches messages of the forward beside it, whose sizes may be on their way.
+    # In pairs the backward launches messages of the forward paired with it, whose sizes may be on their way.
     if plan is not None and not plan.is_paired and waits.num_in_backward:
         found.append(f"the host waited {waits.num_in_backward} times in the backward")
     if not all(loss.isfinite().all() for loss in losses):

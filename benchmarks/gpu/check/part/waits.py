@@ -120,7 +120,7 @@ def expected_waits(
     Args:
         has_experts: of each layer.
         drops: whether routers drop tokens over a capacity.
-        pads: whether routers also pad to the capacity, so that a whole micro-batch needs no counts.
+        pads: whether routers also pad to the capacity, so that an unchunked micro-batch needs no counts.
     """
     at_ends = min(2, num_micro_batches) if plan.is_paired else 0
     number = 0

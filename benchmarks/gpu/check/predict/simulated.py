@@ -16,10 +16,8 @@ from megatron_lancet.testkit.virtual_gpu.log import HostWaits
 from megatron_lancet.testkit.virtual_gpu.playback.by_op import timeline_of
 from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
-_NUM_COUNTS_KERNELS = 3
-"""Kernels beside an exchange of counts: their sum, and the copies to the host."""
 _LARGE = 1 << 30
-"""Bytes of a message; its time and the latency give that of all others."""
+"""Bytes of a message; its time and the latency give the time of all others."""
 
 
 type PlannedStep = tuple[Plan, Step]
@@ -32,8 +30,8 @@ def simulated(plan: Plan, own: PlannedStep, whole: PlannedStep, bytes_per_s: flo
     Launching is free there. Messages slow down compute by the share of multiprocessors that they take.
 
     Args:
-        own: the plan's own step or, of one with pairs, that of the same chunks without pairs.
-        whole: that of one chunk, from which the cost model starts.
+        own: the plan's own step or, with pairs, the step of the same chunks without pairs.
+        whole: the step of one chunk, from which the cost model starts.
         link: a free one copies the data at the memory's speed.
     """
     prediction = Simulator(CostModel(_profile(own, whole, bytes_per_s, link))).simulate(plan).prediction
@@ -53,9 +51,9 @@ def _profile(own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Lin
     # Weight gradients have other names in a plan whose experts are not one grouped product, so the plan's own count.
     medians = replace(found, op_ms=of_all.medians().op_ms, received=of_all.medians().received)
     if link == Link():
-        to_others = 1 - 1 / facts.ep_size  # a rank's own rows are copied, too, and each is read and written
+        to_others = 1 - 1 / facts.ep_size  # a rank's local rows are also copied, and each is read and written
         link = Link(device.min_kernel_us, bytes_per_s / 2 * to_others / 1e9)
-    counts_us = _NUM_COUNTS_KERNELS * device.min_kernel_us + device.host_wait_us + link.time_us(facts.counts_bytes)
+    counts_us = device.counts_us + link.time_us(facts.counts_bytes)
     return Profile(
         model=facts,
         device="modelled",
@@ -77,7 +75,7 @@ def _profile(own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Lin
 
 
 def _alone(step: Step, bytes_per_s: float, link: Link) -> Any:
-    """A step whose kernels take as long as with no message beside them, and whose host only waits for counts."""
+    """A step whose kernels take as long as with no concurrent message, and whose host only waits for counts."""
     device = device_model(bytes_per_s, link)
     free = replace(device.with_launch_us(0), host_wait_us=device.host_wait_us, message_sms=0)
     # The simulator knows no waits of the host but those for counts, which are for an event.

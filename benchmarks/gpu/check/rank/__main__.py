@@ -32,7 +32,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, required=True, metavar="SECONDS", help="after which nothing is begun")
     parser.add_argument("--case-limit", type=float, required=True, metavar="SECONDS", help="that a case may take")
     parser.add_argument("--cases", nargs="*", default=[], help="whose gradients are compared")
-    parser.add_argument("--timing", action="store_true", help="time messages and steps, too")
+    parser.add_argument("--timing", action="store_true", help="also time messages and steps")
     parser.add_argument("--on-cpu", action="store_true", help="over gloo")
     return parser.parse_args(words)
 

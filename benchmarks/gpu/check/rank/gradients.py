@@ -1,4 +1,4 @@
-"""Gradients of each plan on real ranks against those of stock, and the order in which the ranks launch collectives."""
+"""Gradients of each plan on real ranks against stock's, and the order in which the ranks launch collectives."""
 
 import threading
 from collections.abc import Iterator

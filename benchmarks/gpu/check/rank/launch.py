@@ -14,7 +14,7 @@ from megatron_lancet.training.platform.cuda_connections import CONNECTIONS, RECO
 
 REPO = Path(__file__).parents[4]
 _GRACE_S = 2.0
-"""Ranks that wait for one that has failed are ended after so long: its error may be theirs, too, a little later."""
+"""Ranks that wait for one that has failed are ended after so long: they may fail with the same error a little later."""
 _DUMP_S = 3.0
 """For a rank to save where it stands."""
 _POLL_S = 0.05

@@ -1,4 +1,4 @@
-"""One result from those of all ranks."""
+"""One result from the results of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -79,7 +79,7 @@ class Merger:
 
 
 def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One result from those of all ranks, which have the same fields.
+    """One result from the results of all ranks, which have the same fields.
 
     Raises:
         OtherOrderError: they launched collectives in different orders.

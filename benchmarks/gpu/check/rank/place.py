@@ -34,7 +34,10 @@ class RankPlace:
         self._num_sharing: int | None = None
 
     def share_experts(self, num_ranks: int) -> None:
-        """Makes groups of so many ranks that share the experts, unless the groups are such already. Collective."""
+        """Makes groups of ``num_ranks`` ranks that share the experts, unless the groups are such already.
+
+        Collective.
+        """
         if num_ranks == self._num_sharing:
             return
         if self._num_sharing is not None:

@@ -138,7 +138,7 @@ def _free_bytes(device: torch.device) -> float:
 def _step(runner: Runner, name: str, place: RankPlace) -> tuple[float, float | None]:
     """Time of a step that all ranks begin together, and of its exposed communication; None where it is not known.
 
-    Stock waits for all of a message: its exposed time is that of its messages.
+    Stock waits for all of a message: its exposed time is the time of its messages.
     """
     stats = CommStats(place.device)
     runner.reset_gradients()

@@ -39,7 +39,7 @@ class Watchdog:
 
     @contextmanager
     def limit(self, work: str, seconds: float) -> Iterator[None]:
-        """Inside the context the rank does ``work``, and is ended after so many seconds."""
+        """Inside the context the rank does ``work``, and is ended after a number of seconds."""
         self._work, self._end_s = work, time.monotonic() + seconds
         faulthandler.dump_traceback_later(seconds + _LOCKED_S, exit=True)
         try:

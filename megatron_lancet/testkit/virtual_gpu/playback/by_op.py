@@ -26,7 +26,7 @@ _WHAT = {END: What.END, SKIP: What.SKIP, BEGIN: What.CUT, RESUME: What.RESUME}
 
 
 def timeline_of(played: Playback, messages: Iterable[MarkedMessage]) -> RankTimeline:
-    """The timeline of rank 0, as that of a real step: ops and waits of the compute stream, and messages."""
+    """The timeline of rank 0, like a real step's: ops and waits of the compute stream, and messages."""
     own: list[TraceEntry] = []
     of_turns: list[TraceEntry] = []
     is_turn = False
@@ -51,13 +51,13 @@ def _lane(mark: Mark) -> Lane:
 
 
 def is_weight_grad(name: str) -> bool:
-    """Whether an op's name is that of a weight gradient."""
+    """Whether an op's name names a weight gradient."""
     op = Op.find(name)
     return op is not None and op.phase is Phase.WEIGHT_GRAD
 
 
 def kernels_by_op(log: Sequence[Entry]) -> Counter[str]:
-    """Number of kernels of each op on all streams, by its name; those of collectives do not count."""
+    """Number of kernels of each op on all streams, by its name; kernels of collectives do not count."""
     found: Counter[str] = Counter()
     num_open, num_open_beside, weight_grad, collectives = 0, 0, None, set()
     for entry in log:

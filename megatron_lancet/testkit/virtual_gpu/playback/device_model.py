@@ -8,8 +8,10 @@ from megatron_lancet.testkit.mock.link import Link
 NVLINK = Link(10.0, 350.0)
 """A rank's share of NVLink 4: 450 GB/s each way by NVIDIA's data sheet of the H100 SXM, of which about 350 arrive."""
 
+_NUM_COUNTS_KERNELS = 3
+"""Kernels beside an exchange of token counts: their sum, and the copies to the host."""
 _EVENTS_PER_LAUNCH = 0.25
-"""Host time of recording an event, or of making a stream wait for it, by that of a launch."""
+"""Host time of recording an event, or of making a stream wait for it, over the time of a launch."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,14 @@ class DeviceModel:
             return replace(self, launch_us=0.0, event_us=0.0, collective_us=0.0, host_wait_us=0.0)
         return replace(self, launch_us=launch_us, event_us=launch_us * _EVENTS_PER_LAUNCH)
 
-    def kernel_us(self, flops: int, num_bytes: int) -> float:
+    def kernel_us(self, flops: float, num_bytes: float) -> float:
         """Duration of a kernel: bounded by arithmetic, by memory, or by being a kernel."""
         return max(flops / self.flops_per_s * 1e6, num_bytes / self.bytes_per_s * 1e6, self.min_kernel_us)
+
+    @property
+    def counts_us(self) -> float:
+        """Time of an exchange of token counts beside its message, until the host has them."""
+        return _NUM_COUNTS_KERNELS * self.min_kernel_us + self.host_wait_us
 
     @property
     def speed_beside_message(self) -> float:

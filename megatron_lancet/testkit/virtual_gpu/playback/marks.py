@@ -16,12 +16,12 @@ from megatron_lancet.testkit.virtual_gpu.log import Mark
 END, SKIP, BEGIN, RESUME = "end", "skip", "begin", "resume"
 """Kinds of a mark: an op ends; the time before belongs to no op; a wait or a weight gradient begins, and ends."""
 TURN_BEGINS, TURN_ENDS = "turn begins", "turn ends"
-"""Kinds of a mark: a forward takes a turn beside a backward. All between the two is the forward's."""
+"""Kinds of a mark: a forward takes a turn during a backward. All between the two is the forward's."""
 
 
 @dataclass(frozen=True)
 class MarkedMessage:
-    """A message between two events, those of its launch and of its arrival.
+    """A message between two events, its launch and its arrival.
 
     Attributes:
         name: op as text.

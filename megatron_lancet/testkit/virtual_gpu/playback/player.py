@@ -2,7 +2,7 @@
 
 Events are recorded before they are waited for, so one pass in the host's order is enough. The host enqueues without
 end; a stream starts its next kernel when the host has launched it, its last one has ended, and all events that the
-stream was told to wait for have been reached. Messages of one group queue for its link.
+stream waits for have been reached. Messages of one group queue for its link.
 
 Where messages slow down kernels, or queue for one link, the log is played again with the messages of the pass before,
 until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer.
@@ -306,7 +306,7 @@ class _Met:
         """When a kernel runs.
 
         Args:
-            alone_us: its duration with no message beside it.
+            alone_us: its duration with no concurrent message.
             speed: while a message of another stream is on the wire.
         """
         if stream not in self._by_stream:

@@ -1,4 +1,4 @@
-"""Tables in documents and beside result files are what the committed samples make of them."""
+"""Tables in documents and next to result files are what the committed samples make of them."""
 
 import copy
 import dataclasses

@@ -103,6 +103,7 @@ ALL_DROPPED = [torch.zeros((3, 4), dtype=torch.bool)] * 2
 ONE_RANK_SENDS = [torch.ones((2, 4), dtype=torch.bool), torch.zeros((2, 4), dtype=torch.bool)]
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
@@ -127,6 +128,7 @@ def test_sums_of_outputs_are_the_adjoint_of_copies_of_tokens(maps):
     assert all(map(torch.equal, grads, summed))
 
 
+@pytest.mark.thorough
 @given(worlds(), st.booleans(), st.integers(0, 3))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
@@ -143,6 +145,7 @@ def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @given(worlds(max_chosen=2))
 @examples(60)
 def test_two_experts_per_token_equal_plain_dispatch_bitwise(maps):
@@ -177,14 +180,14 @@ def test_choices_arrive_with_probabilities_of_every_type(num_local, dtype):
         assert found.probs_m.equal(probs_tE[:, local].t()[map_tE[:, local].t()])
 
 
-@pytest.mark.parametrize("num_holders", [1, 2])
-def test_counts_are_distinct_rows_and_those_of_each_expert(num_holders):
-    """For each rank that holds a part of the experts, too."""
-    comm = Comm(2 * num_holders)
-    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(num_holders))
+@pytest.mark.parametrize("expert_tp_size", [1, 2])
+def test_counts_are_distinct_rows_and_those_of_each_expert(expert_tp_size):
+    """Also for each rank that holds a part of the experts."""
+    comm = Comm(2 * expert_tp_size)
+    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(expert_tp_size))
     map_tE = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
     pending = dispatcher.launch_counts(None, map_tE, None)
-    assert comm.counts[0].tolist() == [3, 2, 3] * num_holders + [1, 1, 0] * num_holders
+    assert comm.counts[0].tolist() == [3, 2, 3] * expert_tp_size + [1, 1, 0] * expert_tp_size
     assert pending.num_sent() == 4
 
 

@@ -80,8 +80,8 @@ def test_each_row_is_in_one_round_and_no_rank_over_its_limit(seed):
                 seen[source][row] += 1
             check_receivers_expect_what_is_sent(layout, of_round, source, experts_of_rows[source])
         for source, one in enumerate(of_round):
-            assert int(one.rows_by_source.sum()) == sum(one.rows_by_holder) <= limit
-            assert sum(one.splits.received) == one.rows_by_holder[source % layout.holders]
+            assert int(one.rows_by_source.sum()) == sum(one.rows_by_expert_tp_rank) <= limit
+            assert sum(one.splits.received) == one.rows_by_expert_tp_rank[source % layout.holders]
             even = rows[source // layout.holders] / number
             assert abs(int(one.rows_by_source.sum()) - even) < 1
     assert all(number == 1 for own in seen for number in own)
@@ -125,7 +125,7 @@ def test_counts_for_a_peer_and_those_for_all_are_told_apart():
     told = limit.with_counts_of_all(lambda: torch.tensor([7, 8, 9, 10]), chosen_tE, 2)
     assert told.view(2, -1).tolist() == [[7, 8, 2, 2, 1, 1], [9, 10, 2, 2, 1, 1]]
     received = torch.tensor([[7, 8, 2, 2, 1, 1], [1, 2, 3, 4, 5, 6]])
-    counts, of_all = limit.of_peers(TokenCounts(told.view(2, -1).tolist(), received.tolist(), received))
+    counts, of_all = limit.split_counts(TokenCounts(told.view(2, -1).tolist(), received.tolist(), received))
     assert (counts.sent, counts.received) == ([[7, 8], [9, 10]], [[7, 8], [1, 2]])
     assert counts.received_on_device.tolist() == [[7, 8], [1, 2]]
     assert of_all == [[2, 2, 1, 1], [3, 4, 5, 6]]

@@ -14,7 +14,7 @@ def test_routes_of_two_ranks_with_two_experts_each():
     routes = Routes.of(TokenCounts([[5, 6], [7, 0]], received.tolist(), received), tp_size=1, tp_rank=0)
     assert routes.splits == RowSplits(sent=(11, 7), received=(3, 7))
     assert routes.rows_by_source.equal(received)
-    assert routes.rows_by_holder == (10,)
+    assert routes.rows_by_expert_tp_rank == (10,)
     assert routes.rows_per_expert.tolist() == [4, 6]
 
 
@@ -37,7 +37,7 @@ def test_routes_with_expert_tp_equal_sums_of_counts(tp_rank):
     assert routes.splits.sent == tuple(sent_P1e.sum(dim=(1, 2)).tolist())
     assert routes.splits.received == tuple(received_PVe[:, tp_rank].sum(dim=1).tolist())
     assert routes.rows_by_source.equal(received_PVe.transpose(0, 1).reshape(-1, num_experts))
-    assert routes.rows_by_holder == tuple(received_PVe.sum(dim=(0, 2)).tolist())
+    assert routes.rows_by_expert_tp_rank == tuple(received_PVe.sum(dim=(0, 2)).tolist())
     assert routes.rows_per_expert.equal(received_PVe.sum(dim=(0, 1)))
     assert routes.num_rows == int(received_PVe[:, tp_rank].sum())
 
@@ -49,6 +49,6 @@ def test_distinct_routes_have_rows_with_and_without_duplicates(tp_rank):
     sent = [[4, 4, 2]] * 2 + [[6, 5, 6]] * 2
     routes = DistinctRoutes.of(TokenCounts(sent, received.tolist(), received), 2, tp_rank, 2)
     assert routes.splits == RowSplits(sent=(4, 6), received=((3, 5), (2, 1))[tp_rank])
-    assert routes.rows_by_holder == (8, 3)
+    assert routes.rows_by_expert_tp_rank == (8, 3)
     assert routes.rows_per_expert.tolist() == [8, 9]
     assert routes.num_rows == (13, 4)[tp_rank]

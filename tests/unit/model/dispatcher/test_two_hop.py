@@ -34,7 +34,7 @@ class World:
     """How many there are of each, and the choice [t, E] bool of each rank's tokens."""
 
     nodes: Nodes
-    num_holders: int
+    expert_tp_size: int
     num_local: int
     maps: list[torch.Tensor]
 
@@ -93,7 +93,7 @@ def two_hops(world: World, inputs: Inputs, run: Run, last_expert_first: bool = F
         num_spare: rows that are made for the first hop and not sent.
     """
     num_all = len(world.maps)
-    comm, holders = Comm(num_all), world.num_holders
+    comm, holders = Comm(num_all), world.expert_tp_size
     dispatchers = [
         TwoHopDispatcher(
             comm,
@@ -142,15 +142,15 @@ def two_hops(world: World, inputs: Inputs, run: Run, last_expert_first: bool = F
 
 
 @st.composite
-def worlds(draw, max_holders: int = 2, max_chosen: int | None = None) -> World:
+def worlds(draw, max_expert_tp_size: int = 2, max_chosen: int | None = None) -> World:
     """Of few ranks, with idle experts, ranks and nodes, dropped tokens, and all tokens on one rank or node.
 
     Args:
-        max_holders: V at most.
+        max_expert_tp_size: V at most.
         max_chosen: experts of a token at most.
     """
     nodes = Nodes(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
-    num_holders, num_local = draw(st.integers(1, max_holders)), draw(st.sampled_from([1, 2, 3, 9]))
+    expert_tp_size, num_local = draw(st.integers(1, max_expert_tp_size)), draw(st.sampled_from([1, 2, 3, 9]))
     num_experts = nodes.num_nodes * nodes.ranks_per_node * num_local
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     topk = draw(st.integers(1, min(max_chosen or 8, num_experts)))
@@ -170,14 +170,14 @@ def worlds(draw, max_holders: int = 2, max_chosen: int | None = None) -> World:
         case "idle expert":
             idle[node, rank, 0] = True
     maps = []
-    for _ in range(nodes.num_nodes * nodes.ranks_per_node * num_holders):
+    for _ in range(nodes.num_nodes * nodes.ranks_per_node * expert_tp_size):
         scores = torch.rand((draw(st.integers(1, 5)), num_experts), generator=generator)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(topk).indices, True)
         chosen[:, idle.flatten()] = False
         if draw(st.booleans()):  # a capacity drops some choices, and all of some tokens
             chosen &= torch.rand(chosen.shape, generator=generator) < 0.5
         maps.append(chosen)
-    return World(nodes, num_holders, num_local, maps)
+    return World(nodes, expert_tp_size, num_local, maps)
 
 
 ALL_DROPPED = World(Nodes(2, 2), 2, 2, [torch.zeros((3, 8), dtype=torch.bool)] * 8)
@@ -197,15 +197,16 @@ def expected_rows(world: World, inputs: Inputs, rank: int, last_expert_first: bo
     experts = list(range(world.num_local))
     rows, probs = [torch.empty(0, HIDDEN)], [torch.empty(0)]
     for expert in experts[::-1] if last_expert_first else experts:
-        for holder in range(world.num_holders):
-            for source in range(holder, len(world.maps), world.num_holders):
-                own = world.experts_of(rank // world.num_holders).start + expert
+        for holder in range(world.expert_tp_size):
+            for source in range(holder, len(world.maps), world.expert_tp_size):
+                own = world.experts_of(rank // world.expert_tp_size).start + expert
                 chosen = world.maps[source][:, own]
                 rows.append(inputs.hidden[source].squeeze(1)[chosen])
                 probs.append(inputs.probs[source][chosen, own])
     return torch.cat(rows), torch.cat(probs)
 
 
+@pytest.mark.thorough
 @given(worlds(), st.booleans(), st.integers(0, 2))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
@@ -215,10 +216,10 @@ def test_two_hops_compute_what_every_expert_on_every_token_does(world, last_expe
     inputs = inputs_of(world.maps)
     num_experts = world.num_ranks * world.num_local
     # Each expert and each of its holders has a factor of its own: what another has computed would be seen.
-    factors_EV = torch.rand(num_experts, world.num_holders, dtype=torch.float64) + 0.5
+    factors_EV = torch.rand(num_experts, world.expert_tp_size, dtype=torch.float64) + 0.5
 
     def run(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
-        place, holder = divmod(rank, world.num_holders)
+        place, holder = divmod(rank, world.expert_tp_size)
         factor_e = factors_EV[world.experts_of(place), holder]
         return tokens_mH.sin() * (probs_m * factor_e[expert_of_rows(per_expert, last_expert_first)])[:, None]
 
@@ -243,6 +244,7 @@ def results(outputs: list[torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
     return [*outputs, *grads[: len(inputs.hidden)], *of_probs]
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
@@ -265,13 +267,14 @@ def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
     assert torch.stack(products).sum().item() == pytest.approx(torch.stack(others).sum().item(), abs=1e-12)
     grads = torch.autograd.grad(rows, inputs.hidden, outputs_mH)
     for grad, summed in zip(grads, found.outputs, strict=True):
-        if world.num_holders == 1:
+        if world.expert_tp_size == 1:
             assert grad.equal(summed)
         else:
             torch.testing.assert_close(grad, summed, rtol=1e-12, atol=1e-12)
 
 
-@given(worlds(max_holders=1, max_chosen=2))
+@pytest.mark.thorough
+@given(worlds(max_expert_tp_size=1, max_chosen=2))
 @examples(40)
 def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
     inputs = inputs_of(world.maps)
@@ -283,6 +286,7 @@ def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
     assert all(map(torch.equal, results(ours, inputs), results(plain, inputs)))
 
 
+@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @examples(50)
@@ -290,7 +294,7 @@ def test_routes_of_all_ranks_are_the_rows_of_the_choice(world):
     """Computed from all choices at once; that one rank receives what another sends is checked where rows move."""
     inputs = inputs_of(world.maps)
     found = two_hops(world, inputs, lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
-    nodes, holders = world.nodes, world.num_holders
+    nodes, holders = world.nodes, world.expert_tp_size
     per_node = nodes.ranks_per_node * holders
     goes = [map_tE.view(-1, nodes.num_nodes, nodes.ranks_per_node, world.num_local) for map_tE in world.maps]
     for rank, routes in enumerate(found.routes):
@@ -321,16 +325,16 @@ def test_order_by_other_dimensions_is_that_of_a_stable_sort(sizes, dims):
     assert order.undo(order.apply(parts)).equal(parts)
 
 
-def world_of(num_holders: int) -> World:
+def world_of(expert_tp_size: int) -> World:
     generator = torch.Generator().manual_seed(3)
-    maps = [torch.rand((6, 8), generator=generator) < 0.4 for _ in range(4 * num_holders)]
-    return World(Nodes(2, 2), num_holders, 2, maps)
+    maps = [torch.rand((6, 8), generator=generator) < 0.4 for _ in range(4 * expert_tp_size)]
+    return World(Nodes(2, 2), expert_tp_size, 2, maps)
 
 
-@pytest.mark.parametrize("num_holders", [1, 2])
-def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, num_holders):
+@pytest.mark.parametrize("expert_tp_size", [1, 2])
+def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, expert_tp_size):
     """Negative control: without the order of ways, experts see the same rows in another order."""
-    world = world_of(num_holders)
+    world = world_of(expert_tp_size)
     inputs = inputs_of(world.maps)
     unordered = SimpleNamespace(by_dims=lambda sizes, dims, num_rows: SimpleNamespace(index_m=torch.arange(num_rows)))
     monkeypatch.setattr(two_hop, "RowOrder", unordered)
@@ -341,7 +345,7 @@ def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, num_holders):
         torch.testing.assert_close(seen.tokens_mH.sum(dim=0), rows.sum(dim=0))
 
 
-def test_token_is_sent_once_to_a_node_and_once_to_each_holder():
+def test_token_is_sent_once_to_a_node_and_to_each_expert_tp_rank():
     """Its four experts are on both ranks of both nodes; each rank holds a half of its experts' parts."""
     maps = [torch.zeros((1, 4), dtype=torch.bool) for _ in range(8)]
     maps[0][:] = True
@@ -352,19 +356,19 @@ def test_token_is_sent_once_to_a_node_and_once_to_each_holder():
     assert [len(seen.tokens_mH) for seen in found.seen] == [1] * 8
 
 
-@pytest.mark.parametrize("num_holders", [1, 2])
-def test_no_value_is_needed_on_the_host(num_holders):
+@pytest.mark.parametrize("expert_tp_size", [1, 2])
+def test_no_value_is_needed_on_the_host(expert_tp_size):
     """A read of a value would raise here, and on a GPU it would wait for the device."""
-    dispatcher = TwoHopDispatcher(Comm(4), 40, 4, group_of(num_holders), Nodes(2, 2), 0)
+    dispatcher = TwoHopDispatcher(Comm(4), 40, 4, group_of(expert_tp_size), Nodes(2, 2), 0)
     hidden = torch.empty(5, 1, HIDDEN, device="meta", requires_grad=True)
     probs = torch.empty(5, 40, device="meta", requires_grad=True)
     map_tE = torch.empty(5, 40, dtype=torch.bool, device="meta")
-    assert dispatcher._count(map_tE).shape == (4 * num_holders * (2 + 2 + 10),)
+    assert dispatcher._count(map_tE).shape == (4 * expert_tp_size * (2 + 2 + 10),)
     rows, permutation = dispatcher.permute(hidden, probs, map_tE, 7)
-    num_local = 9 * num_holders
+    num_local = 9 * expert_tp_size
     routes = SimpleNamespace(
         local_splits=RowSplits((num_local,), (num_local,)),
-        rows_by_way=torch.empty(2, num_holders, 2, dtype=torch.long, device="meta"),
+        rows_by_way=torch.empty(2, expert_tp_size, 2, dtype=torch.long, device="meta"),
         rows_per_expert=torch.full((10,), 2),
     )
     (tokens, choice), passed = dispatcher.pass_on(rows, routes)

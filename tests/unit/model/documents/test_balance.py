@@ -1,4 +1,4 @@
-"""The balancing loss with a document as a sequence, beside stock on documents as samples."""
+"""The balancing loss with a document as a sequence, next to stock on documents as samples."""
 
 import itertools
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Parts of documents, and attention to them, beside attention with a mask."""
+"""Parts of documents, and attention to them, during attention with a mask."""
 
 from itertools import accumulate, pairwise
 
@@ -65,10 +65,10 @@ def test_parts_of_documents_between_positions():
 
 def test_bounds_count_what_precedes_a_part():
     bounds = Documents(((2, 1, 3), (6,))).bounds(1, 4, torch.device("cpu"))
-    assert bounds.of_queries.tolist() == [0, 1, 2, 3, 6]
-    assert bounds.of_keys.tolist() == [0, 2, 3, 4, 8]
+    assert bounds.query_ends.tolist() == [0, 1, 2, 3, 6]
+    assert bounds.key_ends.tolist() == [0, 2, 3, 4, 8]
     assert (bounds.most_queries, bounds.most_keys) == (3, 4)
-    assert bounds.of_queries.dtype == bounds.of_keys.dtype == torch.int32
+    assert bounds.query_ends.dtype == bounds.key_ends.dtype == torch.int32
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())

@@ -38,6 +38,7 @@ def kernels_of(pair: Pair, rows: list[int]) -> tuple[int, int, int]:
 SEQUENTIAL, ONE_BY_ONE, GROUPED = "sequential", "layer by layer, one GEMM for each expert", "grouped"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -47,6 +47,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ddp", DDP.values(), ids=list(DDP))
 @pytest.mark.parametrize(("settings", "tolerance"), MODELS.values(), ids=list(MODELS))
 def test_grouped_experts_equal_stock_under_ddp(on_cuda, settings, tolerance, ddp):

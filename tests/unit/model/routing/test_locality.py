@@ -115,7 +115,7 @@ def test_a_loss_per_chunk_would_be_another_one(router):
 
 
 def test_without_the_loss_nothing_changes_to_the_bit(router):
-    """Beside a balancing loss; and with it, that loss's gradient is still there."""
+    """Next to a balancing loss; and with it, that loss's gradient is still there."""
     balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     plain = whole(router(locality=None, **balance), hidden_states())
     both = whole(router(**balance), hidden_states())
@@ -163,4 +163,4 @@ def test_experts_of_the_node_are_those_at_its_places():
     """Ranks 2 and 3 are the second node; experts 0 and 1 have moved there."""
     loss = LocalityLoss(0.5, Nodes(2, 2)).of_rank(2, 4)
     assert loss.local_experts == (2, 3)
-    assert loss.at_places_of((3, 2, 0, 1)) == LocalityLoss(0.5, Nodes(2, 2)).of_rank(0, 4)
+    assert loss.at_slots_of((3, 2, 0, 1)) == LocalityLoss(0.5, Nodes(2, 2)).of_rank(0, 4)

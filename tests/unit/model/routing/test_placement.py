@@ -1,16 +1,16 @@
-"""Places of experts: what leaves a router is by place, and gradients come back by expert."""
+"""Slots of experts: what leaves a router is by slot, and gradients come back by expert."""
 
 import pytest
 import torch
 
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.routing.placement import Slots
 
 
 def test_columns_follow_the_placement_and_gradients_come_back():
-    places = Places((2, 0, 3, 1), rank=1, num_ranks=2)
-    assert places.local_experts == (3, 1)
+    slots = Slots((2, 0, 3, 1), rank=1, num_ranks=2)
+    assert slots.local_experts == (3, 1)
     probs_tE = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.0, 0.5]], requires_grad=True)
-    placed, routing_map = places.routed(probs_tE, probs_tE > 0.25)
+    placed, routing_map = slots.routed(probs_tE, probs_tE > 0.25)
     assert placed.tolist() == probs_tE[:, [2, 0, 3, 1]].tolist()
     assert routing_map.tolist() == [[True, False, True, False], [False, True, True, False]]
     weights_tE = torch.arange(8.0).view(2, 4)
@@ -19,11 +19,11 @@ def test_columns_follow_the_placement_and_gradients_come_back():
 
 
 def test_experts_change_their_places():
-    places = Places(range(4), rank=0, num_ranks=2)
+    slots = Slots(range(4), rank=0, num_ranks=2)
     probs_tE = torch.rand(3, 4)
-    assert torch.equal(places.routed(probs_tE, probs_tE > 0.5)[0], probs_tE)
-    places.hold((3, 1, 2, 0))
-    assert places.local_experts == (3, 1)
-    assert torch.equal(places.routed(probs_tE, probs_tE > 0.5)[0], probs_tE[:, [3, 1, 2, 0]])
+    assert torch.equal(slots.routed(probs_tE, probs_tE > 0.5)[0], probs_tE)
+    slots.hold((3, 1, 2, 0))
+    assert slots.local_experts == (3, 1)
+    assert torch.equal(slots.routed(probs_tE, probs_tE > 0.5)[0], probs_tE[:, [3, 1, 2, 0]])
     with pytest.raises(AssertionError):
-        places.hold((0, 0, 1, 2))
+        slots.hold((0, 0, 1, 2))

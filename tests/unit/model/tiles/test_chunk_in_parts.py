@@ -25,7 +25,7 @@ from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
 from megatron_lancet.runtime.factors import Factors
-from megatron_lancet.schedule.dispatch import PLAIN, OwnRows
+from megatron_lancet.schedule.dispatch import PLAIN, LocalTokens
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import Comm, Inputs, group_of, inputs_of
 from tests.unit.model.dispatcher.test_deduplicated import ALL_DROPPED, ONE_RANK_SENDS, exchange, weighted, worlds
@@ -95,7 +95,7 @@ def exchange_in_parts(
 
 
 def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
-    """Sends a tile of each rank as its splits say; own rows are in none."""
+    """Sends a tile of each rank as its splits say; local tokens are in none."""
     part = chunks[0].routes.tiling.part_of_tile(tile)
     splits = [chunk.routes.known_splits(tile) for chunk in chunks]
     splits = [one.reversed() if back else one for one in splits]
@@ -106,6 +106,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
         chunk.rows[part] = tuple(torch.cat([source[rank] for source in of_all]) for of_all in zip(*sent, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AllToAllDispatcher, DeduplicatedDispatcher])
 @given(worlds(), TILINGS, st.integers(0, 3))
 @example(ALL_DROPPED, Tiling(2, 2), 0)
@@ -115,7 +116,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 
-    Gradients of the inputs, too: a row that is made and not sent has none.
+    Also gradients of the inputs: a row that is made and not sent has none.
     """
     num_spare = num_spare if kind is DeduplicatedDispatcher else 0  # the plain one makes as many as are sent
     inputs = inputs_of(maps)
@@ -156,11 +157,11 @@ def test_parts_of_even_routes_need_no_counts(holders):
     assert parts.splits(0).sent == parts.splits(0).received == (3, 0)
     of_all = [parts.routes(part).rows_per_expert.tolist() for part in range(3)]
     assert of_all == [[3 * holders, 3 * holders], [3 * holders, 0], [0, 3 * holders]]
-    assert parts.routes(0).rows_by_holder == (6,) * holders
+    assert parts.routes(0).rows_by_expert_tp_rank == (6,) * holders
     assert parts.received_by_source.sum(dim=0).tolist() == [[3, 3]] * (2 * holders)
 
 
 def test_segments_have_a_tiling_where_they_have_tiles():
     assert Tiling.of(PLAIN) is None
     assert Tiling.of(PLAIN.in_tiles(2)) == Tiling(2, 2)
-    assert Tiling.of(DEDUP.in_tiles(4, OwnRows.AFTER)) == Tiling(4, 1)
+    assert Tiling.of(DEDUP.in_tiles(4, LocalTokens.AFTER)) == Tiling(4, 1)

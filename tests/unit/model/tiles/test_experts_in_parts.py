@@ -36,6 +36,7 @@ def in_two_parts(pair: Pair, sizes: list[int]):
     return step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("may_group", "on_cuda"), HOW.values(), ids=HOW)
 def test_experts_on_parts_of_rows_have_stocks_gradients(one_rank, may_group, on_cuda):
     """For ``on_cuda`` device is told that the tensors are there; torch's grouped GEMM knows both."""

@@ -127,7 +127,7 @@ def test_what_goes_if_one_cause_alone_goes_is_told_apart():
 
 
 def test_time_between_ops_is_hosts_where_device_waits_for_it():
-    """On CUDA nothing runs between the begin of the step and the first op of rank 0 for 12 ms."""
+    """On CUDA nothing runs between the start of the step and the first op of rank 0 for 12 ms."""
     ranks = Made().ranks()
     first = ranks[0].on_clock(12.0)
     late = [dataclasses.replace(first, start_ms=0.0), ranks[1]]

@@ -22,6 +22,7 @@ def told(series, cause=Cause.ROWS):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
 def test_noise_is_no_change(noise):
     """A hundred runs of 300 windows, one window of 50 far away from the others."""

@@ -37,7 +37,7 @@ class Recipe:
         before_launch_us: time of the host inside an all-to-all's function before it is launched.
         stage: pipeline stage, and the number of these; the ranks of the stage are a group of two.
         summed_us: time of a tensor-parallel sum behind the attention's projection; 0 for none.
-        oddity: what a run does beside the usual: the name of a kind of run that is refused.
+        oddity: what a run does next to the usual: the name of a kind of run that is refused.
     """
 
     rank: int = 0
@@ -214,7 +214,7 @@ def moe(writer, wait_us):
         writer.forward_op("gelu", "aten::gelu")
         writer.linear("linear_fc2", FFN, H, received // 2)
     all_to_all(writer, [H], is_back=True, wait_us=wait_us)
-    if writer.recipe.oddity == "shared experts beside messages":
+    if writer.recipe.oddity == "shared experts during messages":
         writer.linear("linear_fc2", FFN, H, B * S)
     writer.forward_op("unpermute", "aten::scatter_add_")
 

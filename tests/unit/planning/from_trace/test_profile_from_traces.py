@@ -47,7 +47,7 @@ LINEAR_MS = {
 
 
 def whole(profile, layer_kind=None):
-    """Times of ops of whole micro-batches, by phase and kind."""
+    """Times of ops of unchunked micro-batches, by phase and kind."""
     return {
         (op.phase, op.kind): op.ms
         for op in profile.ops
@@ -270,9 +270,9 @@ REFUSED = {
         "1 product of matrices in the backward .*without --delay-wgrad-compute",
     ),
     "shared experts": (
-        Recipe(oddity="shared experts beside messages"),
+        Recipe(oddity="shared experts during messages"),
         (),
-        "a linear layer beside an all-to-all .*without --moe-shared-expert-overlap",
+        "a linear layer during an all-to-all .*without --moe-shared-expert-overlap",
     ),
     "no groups": (Recipe(groups={}), (), "no process group EXPERT_MODEL_PARALLEL_GROUP"),
     "dropped tokens": (Recipe(sent=(100, 20)), (), "a dispatch of 120 rows for 128 tokens with 2 experts each"),
@@ -293,7 +293,7 @@ def test_incomplete_trace_is_refused_with_the_flags_that_help(name, tmp_path):
 
 def test_ranks_that_recorded_other_steps_are_refused(tmp_path):
     paths = write(tmp_path, Recipe(), Recipe(rank=1, steps=3))
-    with pytest.raises(ValueError, match=r"3 steps of .* where that of rank 0 has 2"):
+    with pytest.raises(ValueError, match=r"3 steps of .* where rank 0 has 2"):
         profile_from_traces(paths)
 
 

@@ -77,7 +77,7 @@ def test_several_ranks_with_most_rows_are_all_relieved():
 def test_experts_that_stay_on_their_rank_stay_in_their_place():
     load = LayerLoad(1, ((8, 6, 1, 1), (8, 6, 1, 1)))
     placement = solve(load, 2)
-    moved = [place for place, expert in enumerate(placement) if place != expert]
+    moved = [slot for slot, expert in enumerate(placement) if slot != expert]
     assert len(moved) == 2
     assert most_over_mean(rows_of_ranks(load.rows_per_expert, placement, 2)) < 1.2
 

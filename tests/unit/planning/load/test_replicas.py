@@ -34,8 +34,8 @@ def test_every_place_is_used_once(layer):
     popularity, num_ranks, num_replicas, _ = layer
     holders = choose_holders(popularity, num_ranks, num_replicas)
     assert holders.num_ranks == num_ranks
-    places = [holders.place(expert, rank) for expert in range(len(popularity)) for rank in holders.of_expert(expert)]
-    assert sorted(places) == list(range(len(popularity) + num_replicas))
+    slots = [holders.slot(expert, rank) for expert in range(len(popularity)) for rank in holders.of_expert(expert)]
+    assert sorted(slots) == list(range(len(popularity) + num_replicas))
     for rank, replicas in enumerate(holders.replicas):
         assert len(replicas) == num_replicas // num_ranks
         assert all(holders.home(expert) != rank for expert in replicas)
@@ -118,7 +118,7 @@ def test_each_rank_can_hold_everything(layer):
 
 def test_a_rank_that_does_not_hold_an_expert_has_no_place_for_it():
     with pytest.raises(ValueError, match="not in tuple"):
-        ExpertHolders(4, ((2,), (0,))).place(1, 1)
+        ExpertHolders(4, ((2,), (0,))).slot(1, 1)
 
 
 @pytest.mark.parametrize(

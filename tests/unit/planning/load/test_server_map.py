@@ -16,24 +16,24 @@ def test_every_expert_has_a_place_and_replicas_even_the_ranks(seed):
     num_experts = ep_size * generator.randint(1, 4)
     num_replicas = ep_size * generator.randint(1, 3)
     rows = [generator.randint(0, 1000) for _ in range(num_experts)]
-    places = with_replicas(rows, num_replicas, ep_size)
-    assert len(places) == num_experts + num_replicas
-    assert set(places) == set(range(num_experts))
-    assert with_replicas(rows, num_replicas, ep_size) == places
-    assert sum(rows_of_ranks(rows, places, ep_size)) == pytest.approx(sum(rows))
+    slots = with_replicas(rows, num_replicas, ep_size)
+    assert len(slots) == num_experts + num_replicas
+    assert set(slots) == set(range(num_experts))
+    assert with_replicas(rows, num_replicas, ep_size) == slots
+    assert sum(rows_of_ranks(rows, slots, ep_size)) == pytest.approx(sum(rows))
 
 
 def test_replicas_divide_what_a_placement_can_not():
     rows = [80, 10, 10, 10]
     assert most_over_mean(rows_of_ranks(rows, (0, 1, 2, 3), 2)) == pytest.approx(180 / 110)
-    places = with_replicas(rows, 2, 2)
-    assert places.count(0) == 3
-    assert most_over_mean(rows_of_ranks(rows, places, 2)) < 1.3
+    slots = with_replicas(rows, 2, 2)
+    assert slots.count(0) == 3
+    assert most_over_mean(rows_of_ranks(rows, slots, 2)) < 1.3
 
 
 def test_replicas_of_an_expert_are_on_different_ranks():
-    places = with_replicas([90, 25, 25, 25], 4, 4)
-    assert [places[rank * 2 : rank * 2 + 2].count(0) for rank in range(4)] == [1, 1, 1, 1]
+    slots = with_replicas([90, 25, 25, 25], 4, 4)
+    assert [slots[rank * 2 : rank * 2 + 2].count(0) for rank in range(4)] == [1, 1, 1, 1]
 
 
 def test_places_that_can_not_be_spread_are_refused():
@@ -44,12 +44,12 @@ def test_places_that_can_not_be_spread_are_refused():
 def test_each_server_gets_its_format():
     """Layers 2 and 3 of 3 have experts; layer 4 predicts further tokens and is not served."""
     load = ExpertLoad(1, 3, tuple(LayerLoad(layer, ((1, 1), (1, 1))) for layer in (2, 3, 4)))
-    places = {2: (0, 1, 0, 1), 3: (1, 0, 1, 1), 4: (0, 0, 0, 1)}
-    assert server_map(load, places, 2, ServerFormat.SGLANG) == {
+    slots = {2: (0, 1, 0, 1), 3: (1, 0, 1, 1), 4: (0, 0, 0, 1)}
+    assert server_map(load, slots, 2, ServerFormat.SGLANG) == {
         "physical_to_logical_map": [[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 1]]
     }
-    assert server_map(load, places, 2, ServerFormat.VLLM) == {"physical_to_logical_map": [[0, 1, 0, 1], [1, 0, 1, 1]]}
-    ascend = server_map(load, places, 2, ServerFormat.VLLM_ASCEND)
+    assert server_map(load, slots, 2, ServerFormat.VLLM) == {"physical_to_logical_map": [[0, 1, 0, 1], [1, 0, 1, 1]]}
+    ascend = server_map(load, slots, 2, ServerFormat.VLLM_ASCEND)
     assert ascend["moe_layer_count"] == 2
     assert ascend["layer_list"][1] == {
         "layer_id": 1,

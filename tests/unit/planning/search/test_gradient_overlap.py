@@ -1,4 +1,4 @@
-"""Reductions of gradients beside the backward pass: what they hide, in forecasts of other sizes and in plans."""
+"""Reductions of gradients during the backward pass: what they hide, in forecasts of other sizes and in plans."""
 
 import dataclasses
 
@@ -71,6 +71,7 @@ def test_forecast_of_reductions_during_the_backward():
     assert moved.moved(moved.layout(8, 4)).gradients.expert_ranks == 2
 
 
+@pytest.mark.thorough
 def test_plans_are_chosen_with_reductions_on_the_link():
     """What wins without them need not win with them; the winner's figures are those of the whole simulation."""
     machine = dataclasses.replace(MACHINE, layers="mmm", link_ms=6.0, chunk_counts=(1, 2))

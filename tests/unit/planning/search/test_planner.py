@@ -176,7 +176,7 @@ def test_planner_warns_and_takes_smallest_plan_where_none_fits():
 
 def test_planner_keeps_and_explains_limits():
     profile = synthetic_profile(Machine(layers="mm", dims=tuple(ChunkDim), micro_batch_size=2, chunk_counts=(1, 2, 4)))
-    why = Exclusion("range=gate", "the router needs the whole micro-batch")
+    why = Exclusion("range=gate", "the router needs the full micro-batch")
     limits = Limits(
         num_chunks=(2, 4, 8),
         ranges=(OverlapRange.EXPERTS,),

@@ -15,7 +15,7 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.schedule.plan import DwPolicy, OwnRows, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, LocalTokens, fixed_plan
 
 SHORT_MESSAGES = Machine(layers="mm", link_ms=2.0, overhead_ms=0.2, tiles=2)
 """Chunks cost 0.2 ms for each of their ops, and hide messages of 2 ms; tiles cost it for each part of the experts."""
@@ -36,7 +36,7 @@ def test_planner_tries_tiles_where_plan_with_tiles_was_profiled():
     assert planned.prediction.step_ms < planned.no_overlap.step_ms
     before = dataclasses.replace(profile, ops=tuple(op for op in profile.ops if not op.tiles))
     assert numbers_of_tiles(make_plan(before, WITHOUT_DWS)) == {0}
-    # Experts on fewer rows have a price there, too, so tiles that are asked for can be compared.
+    # Experts on fewer rows also have a price there, so tiles that are asked for can be compared.
     assert numbers_of_tiles(make_plan(before, dataclasses.replace(WITHOUT_DWS, tiles=(0, 2)))) == {0, 2}
 
 
@@ -50,7 +50,10 @@ def test_tiles_asked_for_are_in_every_plan_and_in_chunks():
     limits = Limits(tiles=(2,), num_chunks=(1, 2))
     planned = make_plan(profile, limits)
     segments = [segment for one in planned.alternatives for segment in one.plan.segments]
-    assert {(segment.tiles, segment.own_rows) for segment in segments} == {(2, OwnRows.HALF), (2, OwnRows.AFTER)}
+    assert {(segment.tiles, segment.local_tokens) for segment in segments} == {
+        (2, LocalTokens.HALF),
+        (2, LocalTokens.AFTER),
+    }
     assert {segment.num_chunks for segment in segments} == {1, 2}
     windows = {one.plan.dw_window for one in planned.alternatives if len(one.plan.segments) == 1}
     assert {2 * 2 * layers for layers in (1, 2, 4)} <= windows
@@ -85,8 +88,8 @@ def test_tiles_add_few_plans_to_a_large_search():
     assert tiled.prediction.step_ms <= without.prediction.step_ms
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(machine, tiles=2))))
     for tiles in (1, 2, 4):
-        for own_rows in OwnRows:
-            plan = fixed_plan(1, tiles=tiles, own_rows=own_rows)
+        for local_tokens in LocalTokens:
+            plan = fixed_plan(1, tiles=tiles, local_tokens=local_tokens)
             assert tiled.prediction.step_ms <= simulator.predict(plan).step_ms
 
 
@@ -109,7 +112,7 @@ def test_two_hops_are_compared_without_tiles():
 
 
 def test_plan_in_two_hops_has_no_tiles_and_as_long_a_window():
-    plan = fixed_plan(2, tiles=3, own_rows=OwnRows.AFTER)
+    plan = fixed_plan(2, tiles=3, local_tokens=LocalTokens.AFTER)
     assert with_dispatch(plan, TWO_HOP) == fixed_plan(2, dispatch=TWO_HOP)
     assert with_dispatch(plan, DEDUP) == dataclasses.replace(plan, dispatch=DEDUP)
 

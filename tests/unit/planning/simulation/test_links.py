@@ -59,7 +59,7 @@ def test_bucket_and_all_to_all_share_the_link_equally():
     assert on_the_wire(simulation) == [
         "1-5 L2.c0.I.combine",
         "11-15 L2.c0.I.dispatch",
-        # Alone for 1 ms, beside 4 ms of the combine for 8, alone for 5.
+        # Alone for 1 ms, next to 4 ms of the combine for 8, alone for 5.
         "22-36 reduce.dense.b0",
         "23-31 L1.c0.I.combine",
         "37-41 L1.c0.I.dispatch",
@@ -78,7 +78,7 @@ def test_messages_of_one_flow_are_sent_one_after_the_other():
         "5.5-7.5 L2.c1.I.dispatch",
         "8.5-10.5 L2.c0.I.dispatch",
         "12.5-14.5 L1.c1.I.combine",
-        # 0.5 ms alone; then half beside 2 ms of each of three messages, the last of them not to its end.
+        # 0.5 ms alone; then half next to 2 ms of each of three messages, the last of them not to its end.
         "16-27.5 reduce.dense.b0",
         "16.5-20.5 L1.c0.I.combine",
         "19.5-24.5 L1.c1.I.dispatch",  # its turn comes at 20.5
@@ -160,7 +160,7 @@ def test_tied_head_gradient_is_reduced_last():
 
 
 def test_dispatches_with_own_connections_share_the_link():
-    """A dispatch of 2 rows' worth beside a combine: with one flow the second waits, with two both slow down."""
+    """A dispatch of 2 rows' worth during a combine: with one flow the second waits, with two both slow down."""
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={}, link_ms=12.0)
     profile = synthetic_profile(machine)
     one = [f"{s.start_ms:g}-{s.end_ms:g} {s.name}" for s in messages(profile)]
@@ -180,7 +180,7 @@ def messages(profile):
 @given(machines_and_plans())
 def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
     machine, plan = machine_and_plan
-    # How slow compute is beside a message depends on who is asked first, where ranks do things at the same moment.
+    # How slow compute is during a message depends on who is asked first, where ranks do things at the same moment.
     machine = dataclasses.replace(machine, stages=(), num_micro_batches=1, compute_slowdown=1.0)
     profile = synthetic_profile(machine)
     simulator = Simulator(CostModel(profile))
@@ -196,6 +196,7 @@ def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
         assert results[0].exposed_ms == pytest.approx(results[1].exposed_ms, abs=1e-6)
 
 
+@pytest.mark.thorough
 @examples(25)
 @given(machines_and_plans())
 def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):

@@ -44,7 +44,7 @@ def test_free_link_hides_nothing_and_costs_nothing(num_micro_batches):
 
 @pytest.mark.parametrize("link_ms", [0.5, 1.0, 1.5, 2.0])
 def test_messages_shorter_than_a_turn_are_hidden_in_pairs(link_ms):
-    """One more micro-batch adds its compute only, since each message has a turn of the other pass beside it."""
+    """One more micro-batch adds its compute only, since each message has a turn of the other pass next to it."""
     machine = simple(link_ms=link_ms)
     plan = paired(fixed_plan(1, NONE))
     times_ms = [step_ms(machine, plan, number) for number in range(4, 9)]

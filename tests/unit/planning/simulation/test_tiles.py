@@ -14,7 +14,7 @@ from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Compute, Launch, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OwnRows, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, Segment, fixed_plan
 
 TOKENS = 8 * 64
 EXPERTS_MS = 8.0
@@ -33,9 +33,9 @@ MACHINE = Machine(
 """A message of all rows of other ranks takes 4 ms and a latency; each row of the experts as long as the next."""
 
 
-def lowered(tiles, own_rows=OwnRows.HALF, profile=None, num_chunks=1, dispatch=PLAIN):
+def lowered(tiles, local_tokens=LocalTokens.HALF, profile=None, num_chunks=1, dispatch=PLAIN):
     profile = profile or synthetic_profile(MACHINE)
-    segment = Segment(1, 1, num_chunks, tiles=tiles, own_rows=own_rows)
+    segment = Segment(1, 1, num_chunks, tiles=tiles, local_tokens=local_tokens)
     lowering = Lowering(CostModel(profile), Loads.measured(profile))
     return lowering.forward([(1, LayerKind.MOE)], segment, dispatch)
 
@@ -49,10 +49,10 @@ def sent_bytes(steps):
     return [(action.kind, action.tile, action.forward_bytes) for verb, _, action in steps if verb is Launch]
 
 
-@pytest.mark.parametrize(("own_rows", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
-def test_each_part_of_the_experts_costs_its_rows(own_rows, parts):
+@pytest.mark.parametrize(("local_tokens", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
+def test_each_part_of_the_experts_costs_its_rows(local_tokens, parts):
     """Of 512 rows in 8 ms a half stays on the rank, and the other half comes in two tiles."""
-    steps = lowered(2, OwnRows(own_rows))
+    steps = lowered(2, LocalTokens(local_tokens))
     assert parts_ms(steps) == parts
     # The one gradient of each weight, over all rows, is put by the part that runs last in the backward.
     parts_put = [action.weight_grads[0] for verb, _, action in backward(steps) if "experts" in action.kind]
@@ -63,7 +63,7 @@ def test_each_part_of_the_experts_costs_its_rows(own_rows, parts):
 def test_tiles_of_measured_rows_are_as_equal_as_possible():
     routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, sent=(301, 200), received=(411, 613))
     profile = dataclasses.replace(synthetic_profile(MACHINE), routing=(routing,))
-    steps = lowered(2, OwnRows.AFTER, profile)
+    steps = lowered(2, LocalTokens.AFTER, profile)
     assert sent_bytes(steps) == [
         ("dispatch", 0, (150 * ROW_BYTES, 100 * ROW_BYTES)),
         ("dispatch", 1, (151 * ROW_BYTES, 100 * ROW_BYTES)),
@@ -99,9 +99,9 @@ def test_messages_of_tiles_have_names_and_wait_for_one_counts():
 
 
 def test_a_step_with_one_tile_takes_what_its_lanes_take():
-    """Attention 1; the message 4.5; half of the own rows 2 beside it; tile 4; back 4.5, beside it the other half.
+    """Attention 1; the message 4.5; half of the local tokens 2 during it; tile 4; back 4.5, during it the other half.
 
-    The backward is the mirror: 4.5, beside it 2; 4; 4.5, beside it 2 and the weight gradient of 3; attention 1.
+    The backward is the mirror: 4.5, during it 2; 4; 4.5, during it 2 and the weight gradient of 3; attention 1.
     """
     simulator = Simulator(CostModel(synthetic_profile(MACHINE)))
     one_way = 1 + 4.5 + 4 + 4.5
@@ -113,10 +113,11 @@ def test_a_step_with_one_tile_takes_what_its_lanes_take():
 def test_every_tile_pays_the_latency_of_a_message():
     """Of 4 ms of rows in two tiles the first is here after 2.5 ms, the second, behind it, 2 ms later.
 
-    Forward: attention 1; tile 0 at 3.5, when the first half of the own rows has long run; its experts until 5.5, when
-    tile 1 is here, too; its experts until 7.5, own rows until 9.5. Outputs of tile 0 leave at 5.5, those of tile 1 at
-    7.5 but behind them until 8; so they are back at 8 and 10. If a message behind another pays the latency, too, tile 1
-    is here at 6, outputs of tile 0 leave behind it and are back at 8.5, and those of tile 1 behind them at 11.
+    Forward: attention 1; tile 0 at 3.5, when the first half of the local tokens has long run; its experts until 5.5,
+        when
+    tile 1 is here; its experts until 7.5, local tokens until 9.5. Outputs of tile 0 leave at 5.5, of tile 1 at
+    7.5 but behind them until 8; so they are back at 8 and 10. If a message behind another also pays the latency, tile 1
+    is here at 6, outputs of tile 0 leave behind it and are back at 8.5, outputs of tile 1 behind them at 11.
     """
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(MACHINE, dw_ms={}))))
     alone = simulator.predict(fixed_plan(1, tiles=2))
@@ -127,11 +128,11 @@ def test_every_tile_pays_the_latency_of_a_message():
 
 
 def test_measured_tiles_scale_the_experts_of_as_few_rows():
-    """A part of 128 rows takes 2 ms without tiles; it was measured with 3, and own rows with 2.5."""
+    """A part of 128 rows takes 2 ms without tiles; it was measured with 3, and local tokens with 2.5."""
     profile = synthetic_profile(MACHINE)
     one = OpTime(LayerKind.MOE, OpKind.EXPERTS, Phase.FORWARD, ChunkDim.BATCH, 1, 0, 128, 3.0, tiles=2)
     own = dataclasses.replace(one, kind=OpKind.OWN_EXPERTS, ms=2.5)
     profile = dataclasses.replace(profile, ops=(*profile.ops, one, own))
     assert parts_ms(lowered(2, profile=profile)) == pytest.approx([2.5, 3.0, 3.0, 2.5])
-    assert parts_ms(lowered(1, OwnRows.AFTER, profile)) == pytest.approx([6.0, 5.0])
+    assert parts_ms(lowered(1, LocalTokens.AFTER, profile)) == pytest.approx([6.0, 5.0])
     assert parts_ms(lowered(0, profile=profile)) == [EXPERTS_MS]

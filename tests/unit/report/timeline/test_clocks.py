@@ -148,7 +148,7 @@ def test_clock_alignment_matches_messages_by_micro_batch():
 
 def test_clocks_compare_hop_only_between_ranks_that_it_connects():
     """A rank has its rows of a hop before others have begun to send, with whom it exchanges none."""
-    slow = {0: 0.0, 1: 100.0, 2: 0.0, 3: 100.0}  # true begin of the first hop; the second ranks of both nodes are late
+    slow = {0: 0.0, 1: 100.0, 2: 0.0, 3: 100.0}  # true start of the first hop; the second ranks of both nodes are late
     recorded = []
     for rank, start_ms in slow.items():
         between = Span("L1.c0.F.node_dispatch", Lane.COMM, start_ms, start_ms + 2.0, 64)

@@ -236,7 +236,7 @@ def test_forward_runs_with_settings_of_thread_that_added_it(grad, autocast):
 
 
 def test_forwards_draw_random_numbers_in_their_order():
-    """The default generator belongs to the process: a forward beside a backward continues where the last one ended."""
+    """The default generator belongs to the process: a paired forward continues where the last one ended."""
     lane, drawn = ForwardLane(on_cuda=False), []
 
     def run() -> None:

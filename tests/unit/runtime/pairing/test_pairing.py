@@ -1,4 +1,4 @@
-"""Backwards beside forwards: the order of both, whatever the numbers of waits, and what a failed step leaves."""
+"""Backwards paired with forwards: the order of both, whatever the numbers of waits, and what a failed step leaves."""
 
 import gc
 import weakref
@@ -111,7 +111,7 @@ def test_every_part_runs_once_and_alike_on_every_rank(ranks, waits):
     assert [part for part in one.log if part.startswith("F")] == expected
     expected = [f"B{n}.{part}" for n, (_, backward) in enumerate(waits, 1) for part in range(backward + 1)]
     assert [part for part in one.log if part.startswith("B")] == expected
-    for n in range(1, len(waits)):  # at most one forward has begun beside a micro-batch that lives
+    for n in range(1, len(waits)):  # at most one forward has begun next to a micro-batch that lives
         assert one.log.index(f"F{n}.{waits[n - 1][0]}") < one.log.index(f"F{n + 1}.0") < one.log.index(f"B{n}.0") + 1
 
 

@@ -1,4 +1,4 @@
-"""Where a rank says that it is, with a forward beside a backward."""
+"""Where a rank says that it is, with a forward paired with a backward."""
 
 from collections.abc import Callable
 
@@ -71,12 +71,13 @@ def test_position_has_the_micro_batches_of_forward_and_backward(run):
     run.see()
     before_backward = "before the first all-to-all of the backward of micro-batch 1"
     assert run.seen == [
-        f"before the first all-to-all of the forward of micro-batch 2; beside it {before_backward}",
-        f"{before_backward}; beside it {LAUNCHED_FORWARD}, of micro-batch 2",
-        f"{WAITING_FORWARD}, of micro-batch 2; beside it {LAUNCHED_BACKWARD}, of micro-batch 1",
-        f"before the first all-to-all of the forward of micro-batch 3; beside it {LAUNCHED_BACKWARD}, of micro-batch 1",
-        f"{WAITING_BACKWARD}, of micro-batch 1; beside it {LAUNCHED_FORWARD}, of micro-batch 3",
-        f"{WAITING_BACKWARD}, of micro-batch 1; beside it {LAUNCHED_FORWARD}, of micro-batch 3",
+        f"before the first all-to-all of the forward of micro-batch 2; paired with {before_backward}",
+        f"{before_backward}; paired with {LAUNCHED_FORWARD}, of micro-batch 2",
+        f"{WAITING_FORWARD}, of micro-batch 2; paired with {LAUNCHED_BACKWARD}, of micro-batch 1",
+        f"before the first all-to-all of the forward of micro-batch 3; paired with {LAUNCHED_BACKWARD}, of micro-batch "
+        "1",
+        f"{WAITING_BACKWARD}, of micro-batch 1; paired with {LAUNCHED_FORWARD}, of micro-batch 3",
+        f"{WAITING_BACKWARD}, of micro-batch 1; paired with {LAUNCHED_FORWARD}, of micro-batch 3",
     ]
     run.pairing.finish(third)
     assert run.comm.position == f"{WAITING_FORWARD}, of micro-batch 3"
@@ -103,7 +104,7 @@ def test_position_of_a_failed_forward_stays(run):
     with pytest.raises(ZeroDivisionError), run.pairing.backward(first, second):
         run.backward()
     run.pairing.end()
-    expected = f"{WAITING_FORWARD}, of micro-batch 2; beside it {LAUNCHED_BACKWARD}, of micro-batch 1"
+    expected = f"{WAITING_FORWARD}, of micro-batch 2; paired with {LAUNCHED_BACKWARD}, of micro-batch 1"
     assert run.comm.position == expected
     run.pairing.finish(run.add(1))
     assert run.comm.position == f"{WAITING_FORWARD}, of micro-batch 1"
@@ -124,5 +125,5 @@ def test_position_of_a_failed_backward_stays(run):
     run.pairing.end()
     assert run.comm.position == (
         "past L2.c0.I.combine (layer 2, chunk 0, backward (input gradient), combine), of micro-batch 1; "
-        f"beside it {LAUNCHED_FORWARD}, of micro-batch 2"
+        f"paired with {LAUNCHED_FORWARD}, of micro-batch 2"
     )

@@ -5,8 +5,8 @@ from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
+    LocalTokens,
     OverlapRange,
-    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -55,7 +55,7 @@ DISPATCHES = {
 }
 TILES = {
     "tiles-2-k1": Case(fixed(1, tiles=2)),
-    "tiles-2-k1-own-rows-after": Case(fixed(1, tiles=2, own_rows=OwnRows.AFTER), has_shared_experts=True),
+    "tiles-2-k1-local-tokens-after": Case(fixed(1, tiles=2, local_tokens=LocalTokens.AFTER), has_shared_experts=True),
     "tiles-2-k2-stack": Case(fixed(2, tiles=2)),
     "tiles-2-k2-sequence-gate": Case(fixed(2, GATE, SEQUENCE, tiles=2)),
     "tiles-2-k2-experts": Case(fixed(2, EXPERTS, tiles=2), has_shared_experts=True),

@@ -8,7 +8,7 @@ A file has these parts of a step, one instruction on each line:
   forward, and the first turn of the forward after that. The simulator plays all virtual stages of a rank as one.
 
 ``parity/mocked/test_traced_equals_lowered.py`` and ``parity/paired/test_paired_order.py`` show that the model runs in
-this order. Ops beside the layers, such as the head, have no instructions. A file has none of recomputation and
+this order. Ops outside the layers, such as the head, have no instructions. A file has none of recomputation and
 documents either: they happen inside ops.
 """
 

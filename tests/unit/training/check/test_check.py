@@ -61,8 +61,8 @@ def test_difference_of_the_overlap_that_one_seed_shows_is_one(found):
 def test_difference_of_stock_that_one_seed_shows_is_one(found):
     finding = found({(STOCK_ON_RANKS, 1)})
     assert (finding.verdict, finding.stock_seeds, finding.our_seeds) == (Verdict.DIFFERS, (1,), ())
-    assert finding.guilt is not None
-    assert finding.guilt.axes == ["TP"]
+    assert finding.culprit is not None
+    assert finding.culprit.axes == ["TP"]
     assert "with seed 1 of the samples, not with 2:\n  a fault" in report(finding, 1.0)
 
 

@@ -67,8 +67,8 @@ def test_ranks_that_hold_the_same_must_agree(folder):
     assert outcome_of(folder(same_on_rank_1=1.5), 2).disagreement["same"] == pytest.approx(0.5 / 1.5)
 
 
-def finding(stock: Comparison, ours: Comparison | None, guilt: Culprit | None) -> Finding:
-    return Finding(Shrunk([], [], Layout(tensor=2), ["no biases"]), stock, ours, "refused", guilt, (), (), 3)
+def finding(stock: Comparison, ours: Comparison | None, culprit: Culprit | None) -> Finding:
+    return Finding(Shrunk([], [], Layout(tensor=2), ["no biases"]), stock, ours, "refused", culprit, (), (), 3)
 
 
 def test_report_names_what_differs_and_its_axis():
@@ -76,7 +76,7 @@ def test_report_names_what_differs_and_its_axis():
     text = report(finding(wrong, None, Culprit(["TP"], ["EP"], ["SP"])), 12.0)
     for line in ("DIFFERS  router", "DIFFERS  grad norm", "and 2 more parameters", "1 of 11 gradients equal"):
         assert line in text
-    assert "guilty: without any one of TP there is no difference" in text
+    assert "cause: the difference disappears without TP" in text
     assert "not compared: refused" in text
     assert text.splitlines()[-1] == "differs: 3 runs in 12 s"
     assert "changed: no biases" in text
@@ -89,4 +89,4 @@ def test_report_of_an_equal_launch():
     written = json.loads(json.dumps(record(found, 5.0)))
     assert written["differs"] is False
     assert written["stock"]["parameters"] == {"fine": 1e-7}
-    assert written["guilty"] is None
+    assert written["causes"] is None

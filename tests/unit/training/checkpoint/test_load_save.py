@@ -50,7 +50,7 @@ def raising(error: BaseException):
 def test_too_little_disk_space_ends_the_run_before_saving(folder, alone, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
     expected = rf"of step 8 was not saved: {folder} has 0\.0 MB free, and the last .* takes 0\.0 MB: free some space\. "
-    with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still that of step 6"):
+    with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still from step 6"):
         Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
 
 
@@ -190,4 +190,4 @@ def test_sigterm_requests_a_stop_once_the_loop_runs(alone, monkeypatch, capfd):
     assert [(timer.interval_s, timer.num_starts) for timer in timers] == [(20.0, 1)]
     assert capfd.readouterr().err == ""
     timers[0].function()
-    assert capfd.readouterr().err == "SIGTERM was received 20 s ago, and the run goes on: rank 0, 2 steps done\n"
+    assert capfd.readouterr().err == "SIGTERM was received 20 s ago, and the run continues: rank 0, 2 steps done\n"

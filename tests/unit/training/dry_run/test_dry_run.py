@@ -127,8 +127,8 @@ TE_SCRIPTS = {
         "--cross-entropy-fusion-impl is native instead of te",
     ),
 }
-"""Arguments of our own beside those of a list, and a part of a line on what is changed. None names the layers: they are
-Transformer Engine's by default."""
+"""Arguments of our own next to those of a list, and a part of a line on what is changed. None names the layers: they
+are Transformer Engine's by default."""
 
 
 @pytest.mark.parametrize(("more", "change"), TE_SCRIPTS.values(), ids=TE_SCRIPTS.keys())
@@ -287,7 +287,7 @@ def test_dry_run_shows_the_plan(dry_run):
     paired = dry_run(MIXTRAL, *overlapping, *interleaved, "--lancet-pairing", "on")
     assert paired.plan == [
         "chunks=2 dim=sequence range=stack dw=none dw-window=0 paired",
-        "the activations above include those of the forward beside a backward",
+        "the activations above include a forward that runs during a backward",
     ]
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
     assert "chunks=2 dim=batch" in few.plan[0]
@@ -369,7 +369,7 @@ REFUSED = {
     ),
     "a pair that can't be": (
         ["--lancet-pairing", "on"],
-        r"--lancet-pairing on can't be followed: Megatron's loop for a pipeline without virtual stages",
+        r"--lancet-pairing on is not possible: Megatron's loop for a pipeline without virtual stages",
     ),
     "a pair of one": (
         ["--lancet-pairing", "on", "--global-batch-size", 8, "--pipeline-model-parallel-size", 1],
@@ -408,7 +408,7 @@ def test_plan_with_two_hops_needs_the_ranks_of_a_node(dry_run):
     assert plan.startswith(
         "chunks=1 dim=batch range=stack dw=fill dw-window=4 dispatch=two-hop; two hops over 2 nodes x 4"
     )
-    unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node says it)"
+    unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node sets it)"
     assert unknown in dry_run(MIXTRAL).plan
     tuned = dry_run(MIXTRAL, "--lancet-ranks-per-node", 4).plan
     assert unknown not in tuned

@@ -144,7 +144,7 @@ def test_optimizer_state_that_is_sharded_by_rank_is_not_loaded():
     [
         (
             {"use_distributed_optimizer": True, "world_size": 4},
-            "spreads it over 2 ranks. Drop one of the two, or change places at a restart",
+            "spreads it over 2 ranks. Drop one of the two, or change slots at a restart",
         ),
         ({"distributed_backend": "mock"}, "does not work with a mocked world"),
         ({"optimizer": "muon"}, "does not work with --optimizer muon"),

@@ -142,8 +142,8 @@ def test_smallest_bound_of_all_ranks_is_measured_once(monkeypatch):
         run.step()
     assert run.limits == [107]
     assert run.said == [
-        "Megatron-Lancet received rows: at most 107 of a chunk on a rank at a time, for which the 0 MB that every rank "
-        "has left are enough"
+        "Megatron-Lancet received rows: at most 107 of a chunk on a rank at a time, for which the 0 MB that are free "
+        "on every rank are enough"
     ]
 
 
@@ -174,7 +174,7 @@ def test_the_first_split_chunk_is_told_once(monkeypatch):
     assert run.limits == []
     assert len(run.said) == 1
     assert "in step 5 L2.c1.F.dispatch" in run.said[0]
-    assert "700 rows to expert-parallel rank 1, more than 300. It went in 3 rounds" in run.said[0]
+    assert "would exceed the limit on EP rank 1 (700 > 300 rows); sent in 3 rounds" in run.said[0]
 
 
 def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:

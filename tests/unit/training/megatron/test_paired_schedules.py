@@ -27,7 +27,7 @@ def order_of(num_micro_batches: int, num_stages: int, group: int) -> paired_sche
 @pytest.mark.parametrize("num_warmup", [3, 5, 8])
 @pytest.mark.parametrize(("num_micro_batches", "num_stages", "group"), [(4, 2, 2), (8, 2, 2), (6, 3, 2), (5, 2, 3)])
 def test_micro_batch_without_a_partner_is_at_an_end(num_micro_batches, num_stages, group, num_warmup):
-    """Compared with the whole step, written down: forward n is beside backward n - warm-up."""
+    """Compared with the whole step, written down: forward n is during backward n - warm-up."""
     order = order_of(num_micro_batches, num_stages, group)
     numbers = range(order.num_ids)
     backward_of = {

@@ -52,7 +52,7 @@ def test_step_of_a_whole_model_is_not_scaled():
 
 
 def step_in_pairs(num_layers: int, num_micro_batches: int) -> Recording:
-    """A message beside the other pass of a pair takes no time, at the two ends it takes 0.5 ms a layer."""
+    """A message next to the other pass of a pair takes no time, at the two ends it takes 0.5 ms a layer."""
     exchange: list[Entry] = [CollectiveBegins(0, "all_to_all", "EP", 8, 0), Kernel(0, "copy_", 9, 9), CollectiveEnds(0)]
     forward: list[Entry] = [Mark(TURN_BEGINS, ""), Kernel(0, "mm", 1000, 0), Kernel(0, "add", 1000, 0)]
     backward: list[Entry] = [Mark(TURN_ENDS, ""), Kernel(0, "mm", 3000, 0)]

@@ -16,7 +16,7 @@ NUM_ALL_TO_ALLS = 100
 
 
 class Run:
-    """A run on CUDA; step n computes for n ms beside its messages, the last of which is exposed for another ms."""
+    """A run on CUDA; step n computes for n ms during its messages, the last of which is exposed for another ms."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, interval: int = 1) -> None:
         monkeypatch.setattr(step_recorder, "get_num_microbatches", lambda: 2)

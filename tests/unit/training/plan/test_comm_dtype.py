@@ -30,8 +30,8 @@ def arguments(**changes: object) -> SimpleNamespace:
     ],
 )
 def test_only_forward_dispatches_are_in_fp8(op, in_fp8_run):
-    assert CommDtype.FP8.of_message(Op.parse(op)) is in_fp8_run
-    assert CommDtype.EXACT.of_message(Op.parse(op)) is RowFormat.EXACT
+    assert CommDtype.FP8.row_format(Op.parse(op)) is in_fp8_run
+    assert CommDtype.EXACT.row_format(Op.parse(op)) is RowFormat.EXACT
 
 
 def test_messages_are_exact_unless_the_user_asks():

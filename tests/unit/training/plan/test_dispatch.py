@@ -168,19 +168,19 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     assert len(excluded) == is_told
     assert all(told.startswith(reason) for told in excluded)
     note = unknown_nodes_note(args, config)
-    expected = f"not {HOPS}: {reason} (--lancet-ranks-per-node says it)" if per_node is None else None
+    expected = f"not {HOPS}: {reason} (--lancet-ranks-per-node sets it)" if per_node is None else None
     assert note == expected
 
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, replace(config, dispatch=TWO_HOP))
     advice = PASS + DROP[0].lower() + DROP[1:] if depends_on_nodes else DROP
-    assert str(refusal.value) == f"--lancet-dispatch two-hop can't be followed: {reason}. {advice}"
+    assert str(refusal.value) == f"--lancet-dispatch two-hop is not possible: {reason}. {advice}"
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(fixed_plan(1, dispatch=TWO_HOP), None))
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, replace(config, plan=path))
     advice = f"{PASS}make a plan for this run." if depends_on_nodes else "Make a plan for this run."
-    told = f"--lancet-plan {path} dispatches in two hops, which can't be followed: {reason}. {advice}"
+    told = f"--lancet-plan {path} dispatches in two hops, which is not possible here: {reason}. {advice}"
     assert str(refusal.value) == told
 
 
@@ -243,7 +243,7 @@ def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, t
     for config in (WITH_DEDUP, replace(WITH_DEDUP, num_chunks=2)):
         with pytest.raises(UsageError) as refusal:
             choose_plan(args, config)
-        assert str(refusal.value).startswith(f"--lancet-dispatch dedup can't be followed: {reason}")
+        assert str(refusal.value).startswith(f"--lancet-dispatch dedup is not possible: {reason}")
         assert str(refusal.value).endswith(". Drop the flag, or pass --lancet-dispatch plain.")
         assert "\n" not in str(refusal.value)
 
@@ -251,7 +251,7 @@ def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, t
     write_plan_file(path, PlanFile(deduplicated(1), None))
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, config_with(plan=path))
-    told = f"--lancet-plan {path} deduplicates what is dispatched, which can't be followed: {reason}"
+    told = f"--lancet-plan {path} deduplicates dispatched rows, which is not possible here: {reason}"
     assert str(refusal.value).startswith(told)
     assert str(refusal.value).endswith(". Make a plan for this run.")
 

@@ -98,11 +98,18 @@ def test_flags_that_contradict_a_plan_file_are_refused(megatron_args, written, w
         choose_plan(megatron_args(), config_with(plan=written(fixed_plan(2)), **wish))
 
 
+def test_plan_file_with_the_fused_kernel_contradicts_stocks(megatron_args, written):
+    path = written(dataclasses.replace(fixed_plan(1), fused_attention=True))
+    assert plan_from_file(path, megatron_args(), config_with(plan=path)).fused_attention
+    with pytest.raises(UsageError, match=r"--lancet-attention stock contradicts .*: the file sets fused_attention"):
+        plan_from_file(path, megatron_args(), config_with(plan=path, attention=AttentionChoice.STOCK))
+
+
 @pytest.mark.parametrize(
     ("plan", "changes", "config", "message"),
     [
         (fixed_plan(5), [], {}, r"layers 1-end .*--micro-batch-size is 4, so at most 4 chunks fit"),
-        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], {}, "--moe-input-jitter-eps looks at the whole micro-batch"),
+        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], {}, "--moe-input-jitter-eps looks at the full micro-batch"),
         (LAYERS_2_3, ["--context-parallel-size", 2], {}, "layers 2-end .*do not work with --context-parallel-size"),
         (LAYERS_2_3, [], {"attention": AttentionChoice.STOCK}, "do not work with --lancet-attention stock"),
         (LAYERS_2_3, ["--num-layers", 1], {}, "its last segment is layers 2-end of 1"),
@@ -188,7 +195,7 @@ def test_limits_follow_the_flags(megatron_args):
 def test_limits_have_what_the_run_does_not_allow(megatron_args):
     whole = planning_limits(megatron_args("--moe-expert-capacity-factor", 1.5), config_with())
     assert whole.ranges == (OverlapRange.EXPERTS,)
-    assert "--moe-expert-capacity-factor looks at the whole micro-batch" in whole.excluded[0].reason
+    assert "--moe-expert-capacity-factor looks at the full micro-batch" in whole.excluded[0].reason
 
     args = megatron_args("--context-parallel-size", 2)
     batch = planning_limits(args, config_with())
@@ -205,7 +212,7 @@ def test_limits_have_what_the_run_does_not_allow(megatron_args):
 
 def test_limits_say_which_sizes_of_chunks_fp8_wants(megatron_args):
     limits = planning_limits(megatron_args(*FP8, "--fp8-recipe", "blockwise"), config_with(tiles=0))
-    # 4 samples of 32 positions: a block of 128 tokens is the whole micro-batch.
+    # 4 samples of 32 positions: a block of 128 tokens is the full micro-batch.
     wants = "--fp8-recipe blockwise wants multiples of {} (128 tokens) in a chunk"
     assert {one.what: one.reason for one in limits.excluded} == {
         "other sizes of chunks along batch": wants.format("4 samples"),

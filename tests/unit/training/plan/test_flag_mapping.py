@@ -39,7 +39,7 @@ def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
     args = parsed(f"--moe-token-dispatcher-type alltoall --wgrad-deferral-limit 3 {' '.join(OVERLAP_FLAGS)}")
     assert all(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert map_overlap_flags(args, config_with()) == (
-        f"the plan does what {', '.join(OVERLAP_FLAGS)} ask for, and may run backwards beside forwards"
+        f"the plan does what {', '.join(OVERLAP_FLAGS)} ask for, and may pair backwards with forwards"
     )
     assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert args.wgrad_deferral_limit == 0
@@ -59,7 +59,7 @@ def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
 )
 def test_line_of_the_mapping_says_that_the_plan_may_pair(parsed, flag, config, may_pair):
     line = map_overlap_flags(parsed(f"--moe-token-dispatcher-type alltoall {flag}"), config)
-    more = ", and may run backwards beside forwards" if may_pair else ""
+    more = ", and may pair backwards with forwards" if may_pair else ""
     assert line == f"the plan does what {flag} asks for{more}"
 
 

@@ -1,4 +1,4 @@
-"""``--lancet-pairing``: which runs may run backwards beside forwards, and the lines that say why others don't."""
+"""``--lancet-pairing``: which runs may pair backwards with forwards, and the lines that say why others don't."""
 
 import pytest
 
@@ -101,8 +101,8 @@ BLOCKED = {
     "priority of all-to-alls": (
         [*INTERLEAVED, "--overlap-grad-reduce"],
         (PRIORITY,),
-        "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward beside "
-        "a backward",
+        "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward paired "
+        "with a backward",
         "Drop --lancet-comm-priority",
     ),
 }
@@ -120,7 +120,7 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
         assert line.startswith(f"{plan}; not paired, because {reason}")
         with pytest.raises(UsageError) as refusal:
             choose_plan(args, config_with(*wishes, num_chunks=num_chunks, pairing=PairingChoice.ON))
-        assert str(refusal.value).startswith(f"--lancet-pairing on can't be followed: {reason}")
+        assert str(refusal.value).startswith(f"--lancet-pairing on is not possible: {reason}")
         assert f". {advice}, or drop --lancet-pairing." in str(refusal.value) or advice == "Raise"
         assert "\n" not in str(refusal.value)
     # The user has not asked for it: there is nothing to explain.
@@ -131,7 +131,7 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, config_with(*wishes, plan=path))
     assert str(refusal.value).startswith(
-        f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {reason}"
+        f"--lancet-plan {path} pairs backwards with forwards, which is not possible here: {reason}"
     )
     assert str(refusal.value).endswith(", or make a plan for this run.")
     write_plan_file(path, PlanFile(fixed_plan(2), None))
@@ -218,7 +218,7 @@ def test_megatrons_flag_pairs_nothing_where_it_is_impossible(megatron_args, chan
     ("ends", "changes", "message"),
     [
         (fixed_plan(5), [], r"layers 1-end at the ends of a step \(chunks=5 .*--micro-batch-size is 4, so at most 4"),
-        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], "at the ends of a step .*looks at the whole micro-batch"),
+        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], "at the ends of a step .*looks at the full micro-batch"),
         (
             fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
             ["--context-parallel-size", 2],

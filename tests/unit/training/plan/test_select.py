@@ -136,7 +136,7 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
     plan, line = choose_plan(alone, config_with(**wishes))
     assert plan == fixed_plan(1)
-    assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
+    assert f"a micro-batch of 1 is not cut, because sequence chunks do not work with {obstacle}" in line
 
 
 def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
@@ -234,7 +234,7 @@ def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
     args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
     plan, line = choose_plan(args, config_with())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
-    assert "a micro-batch of 8 positions stays whole, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
+    assert "a micro-batch of 8 positions is not cut, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
     no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": PLAIN, "tiles": 0}
     assert not is_tuned(args, config_with(**no_choice))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
@@ -243,7 +243,7 @@ def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
 
 REFUSED: list[tuple[list, str]] = [
     (["--transformer-impl", "inference_optimized"], "--transformer-impl inference_optimized .*transformer_engine or"),
-    ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold whole micro-batches"),
+    ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold unchunked micro-batches"),
     ([*TE, "--use-transformer-engine-op-fuser"], "--use-transformer-engine-op-fuser"),
     ([*TE, "--use-te-activation-func"], "--use-te-activation-func"),
     ([*TE, "--fused-residual-rmsnorm"], "--fused-residual-rmsnorm"),
@@ -264,7 +264,7 @@ REFUSED: list[tuple[list, str]] = [
     ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
-    (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
+    (["--save-dgrads-interval", 5], "it would save one chunk for the full micro-batch"),
     (["--tensor-parallel-num-weight-shards", 2], "tensor-parallel-num-weight-shards 2 "),
     (["--expert-tensor-parallel-num-weight-shards", 2], "expert-tensor-parallel-num-weight-shards 2 "),
 ]

@@ -11,7 +11,7 @@ from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.row_bound.feature import RowBoundFlags
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.schedule.plan import OwnRows, fixed_plan, paired
+from megatron_lancet.schedule.plan import LocalTokens, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
@@ -75,7 +75,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
 )
 def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, config, reason):
     args = megatron_args("--expert-model-parallel-size", 4) if config.dispatch else megatron_args()
-    with pytest.raises(UsageError, match=f"--lancet-tiles 2 can't be followed: {reason}"):
+    with pytest.raises(UsageError, match=f"--lancet-tiles 2 is not possible: {reason}"):
         choose_plan(args, changed(config, tiles=2))
     limits = planning_limits(args, config)
     assert limits.tiles == (0,)
@@ -83,7 +83,7 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, conf
     assert excluded.reason.startswith(reason)
     if not config.dispatch:
         write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(1, tiles=2)))
-        with pytest.raises(UsageError, match=f"sends rows in tiles, which can't be followed: {reason}"):
+        with pytest.raises(UsageError, match=f"sends rows in tiles, which is not possible here: {reason}"):
             choose_plan(args, dataclasses.replace(config, plan=tmp_path / "plan.json"))
 
 
@@ -120,7 +120,7 @@ def test_one_expert_parallel_rank_has_no_tiles(megatron_args):
 
 
 def test_plan_files_keep_tiles():
-    plan = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
+    plan = fixed_plan(1, tiles=2, local_tokens=LocalTokens.AFTER)
     assert json.loads(plan.to_json())["segments"][0]["tiles"] == 2
     assert "tiles" not in json.loads(fixed_plan(1).to_json())["segments"][0]
     assert type(plan).from_json(plan.to_json()) == plan

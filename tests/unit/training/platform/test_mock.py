@@ -68,7 +68,7 @@ def test_groups_inside_a_node_have_a_link_of_their_own(parsed):
         dist.barrier(inside)  # returns
         assert not dist.barrier(between, async_op=True).is_completed()
     with pytest.raises(
-        UsageError, match=r"--lancet-mock-node-link is the link inside a node: pass --lancet-ranks-per-"
+        UsageError, match=r"--lancet-mock-node-link is the link inside a node: also pass --lancet-ranks-per-"
     ):
         MOCKED_WORLD.check_arguments(*parsed(*MOCK, *nodes[2:]))
     with pytest.raises(UsageError, match=r"--lancet-mock-node-link .*pass --distributed-backend mock, or drop it"):

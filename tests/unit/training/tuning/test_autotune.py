@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
+from megatron_lancet.training.tuning import autotune
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import (
     Planned,
@@ -17,6 +19,7 @@ from megatron_lancet.training.tuning.controller import (
     TuningState,
     plan_without_overlap,
 )
+from megatron_lancet.training.tuning.race import Candidate
 from megatron_lancet.training.tuning.step_stats import StepStats
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 
@@ -24,6 +27,10 @@ SHORT, PLANNED, PROFILED = fixed_plan(2), fixed_plan(3), fixed_plan(4)
 PAIRED = paired(fixed_plan(1, DwPolicy.NONE))
 MADE_FOR = {"seq_length": "32"}
 SAVED = TunedPlan(PROFILED, MADE_FOR, StepStats(90.0, 1.0, 5.0, 1.0, 40.0, 4), StepStats(100.0, 1.0, 9.0, 1.0, 40.0, 4))
+
+
+def planned(plan):
+    return Planned((Candidate(plan, prediction=StepEstimate(80.0, 3.0)),), why="scripted")
 
 
 class Maker:
@@ -36,6 +43,9 @@ class Maker:
 
     def num_steps(self):
         return self._num_steps
+
+    def num_micro_batches(self):
+        return 4
 
     def begin(self, again):
         assert not again
@@ -50,7 +60,7 @@ class Maker:
     def make(self):
         if self._failure is not None:
             raise PlanningFailed(self._failure)
-        return Planned(PLANNED, StepEstimate(80.0, 3.0), "scripted", {})
+        return planned(PLANNED)
 
 
 class Run:
@@ -63,13 +73,16 @@ class Run:
         self.setup = SimpleNamespace(plan=plan_without_overlap(), switch=self._switch)
         self.recorder = SimpleNamespace(records=[], restart=lambda: None)
         self.plans: list = []
+        self.refused: list = []
         maker = Maker(num_profile_steps, failure)
-        self.tuner = AutoTune(self.args, TuningController(4), self.setup, self.recorder, maker, SHORT, device="cpu")
+        self.tuner = AutoTune(self.args, TuningController(6), self.setup, self.recorder, maker, SHORT, device="cpu")
         if saved is not None:
             self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
 
     def _switch(self, plan) -> None:
-        assert plan != self.setup.plan
+        assert plan != self.setup.plan or self.refused
+        if plan in self.refused:
+            raise UsageError("the model lacks it")
         self.setup.plan = plan
 
     def steps(self, number: int) -> list:
@@ -90,16 +103,20 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
     monkeypatch.setattr(dist, "all_gather", lambda rows, row: rows[0].copy_(row))
+    monkeypatch.setattr(dist, "all_gather_object", lambda values, value: values.__setitem__(0, value))
 
 
 def lines(capsys) -> list[str]:
     return [line.removeprefix("Megatron-Lancet plan: ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_autotune_profiles_plans_and_judges(capsys):
+# Warm-up, a baseline and two profiled steps, then two turns of two plans; a turn measures two steps.
+TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 4 + [plan_without_overlap()] * 3 + [PLANNED] * 3
+
+
+def test_autotune_profiles_and_lets_plans_race(capsys):
     run = Run()
-    none = plan_without_overlap()
-    assert run.steps(3 + 4 + 2 + 2 + 4) == [none] * 7 + [PROFILED] * 2 + [PLANNED] * 6
+    assert run.steps(3 + 2 + 2 + 14 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
     assert lines(capsys) == run.tuner.summary()["lines"]
     summary = run.tuner.summary()
     assert (summary["stage"], summary["how"], summary["num_plans"]) == ("watch", "scripted", 1)
@@ -112,29 +129,44 @@ def test_autotune_saves_no_plan_before_it_has_decided():
     run = Run()
     run.steps(12)
     assert run.args.lancet_tuned_plan is None
-    assert run.tuner.summary()["how"] == "not finished: the run ended during verify"
+    assert run.tuner.summary()["how"] == "not finished: the run ended during race"
 
 
-def test_autotune_with_a_kept_profile_profiles_no_steps():
-    run = Run(num_profile_steps=0)
-    assert run.steps(9) == [plan_without_overlap()] * 7 + [PLANNED] * 2
+def test_autotune_drops_a_plan_that_the_model_refuses(capsys):
+    run = Run()
+    run.refused = [PLANNED]
+    assert run.steps(3 + 2 + 2 + 4 + 2)[-6:] == [plan_without_overlap()] * 6
+    assert f"{PLANNED} is out: the model lacks it" in lines(capsys)
+    assert run.tuner.summary()["stage"] == "watch"
+
+
+def test_autotune_switches_all_ranks_after_one_has_refused(monkeypatch):
+    """Another rank runs the refused plan by now, and waits for this one to switch back."""
+    run = Run()
+    switched = []
+    run.setup.switch = lambda plan: (switched.append(plan), setattr(run.setup, "plan", plan))
+    monkeypatch.setattr(
+        autotune, "from_all_ranks", lambda reason: [reason, "not here"] if PLANNED in switched else [None]
+    )
+    run.steps(3 + 2 + 2 + 4 + 1)
+    assert switched[-2:] == [PLANNED, plan_without_overlap()]
 
 
 @pytest.mark.parametrize("resumed_at", [0, 60])
 def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
-    run = Run(train_iters=resumed_at + 14, resumed_at=resumed_at)
-    assert run.steps(14) == [SHORT] * 14
-    said = f"{SHORT} (fixed, because 14 steps are too few to find one: 15 are needed)"
-    assert lines(capsys) == [said]
-    assert run.tuner.summary()["how"] == "fixed, because 14 steps are too few to find one: 15 are needed"
+    run = Run(train_iters=resumed_at + 48, resumed_at=resumed_at)
+    assert run.steps(48) == [SHORT] * 48
+    why = "fixed, because 48 steps are too few to find one: 49 are needed"
+    assert lines(capsys) == [f"{SHORT} ({why})"]
+    assert run.tuner.summary()["how"] == why
     assert run.args.lancet_tuned_plan is None
 
 
-def test_autotune_verifies_a_plan_that_only_pairs(capsys, monkeypatch):
-    monkeypatch.setattr(Maker, "make", lambda self: Planned(PAIRED, StepEstimate(72.0, 3.0), "scripted", {}))
+def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
+    monkeypatch.setattr(Maker, "make", lambda self: planned(PAIRED))
     run = Run()
-    assert run.steps(3 + 4 + 2 + 2 + 4)[-6:] == [PAIRED] * 6
-    assert f"{PAIRED}: predicted 72.0 ms a step, measured before 100.0 ms (scripted)" in lines(capsys)
+    assert run.steps(3 + 2 + 2 + 14 + 4)[-7:] == [PAIRED] * 7
+    assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
     assert lines(capsys)[0].startswith("chunks=1 dim=batch range=stack dw=none dw-window=0 paired, from the checkpoint")
@@ -149,7 +181,7 @@ def test_autotune_survives_a_failing_planner(capsys):
 
 def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
     run = Run(train_iters=5, saved=SAVED.to_json())
-    assert run.steps(8) == [PROFILED] * 8
+    assert run.steps(9) == [PROFILED] * 9
     assert lines(capsys)[0] == (
         f"{PROFILED}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
     )
@@ -173,5 +205,5 @@ def test_autotune_ignores_a_checkpoints_plan_for_another_run(capsys, saved, reas
     assert run.steps(1) == [plan_without_overlap()]
     first, second = lines(capsys)
     assert first.startswith(reason)
-    assert second.startswith("tunes during the first 15 steps")
+    assert second.startswith("tunes during the first 49 steps")
     assert run.tuner._controller.state is TuningState.WARM_UP

@@ -1,5 +1,6 @@
-"""Every way through warm-up, baseline, profile, verify and watch, as a script of figures."""
+"""Every way through warm-up, baseline, profile, race and watch, as a script of figures."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,198 +11,198 @@ from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired
 from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
-    NUM_SETTLE_STEPS,
     NUM_TUNING_WARM_UP_STEPS,
     Planned,
     TuningController,
     TuningState,
     plan_without_overlap,
 )
-from megatron_lancet.training.tuning.step_stats import StepStats
+from megatron_lancet.training.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
+from megatron_lancet.training.tuning.step_stats import StepTimes
 
-NUM = 4
+NUM, TURN = 6, 2
 PLAN, OTHER = fixed_plan(2), fixed_plan(4)
 BASE = plan_without_overlap()
+KERNEL = Candidate(replace(BASE, fused_attention=True), "no overlap, fused attention")
 
 
-def stats(step_ms: float, exposed_ms: float = 50.0) -> StepStats:
-    return StepStats(step_ms, 0.0, exposed_ms, 0.0, 100.0, NUM)
-
-
-def run(tuning: TuningController, taken: StepStats, num_unmeasured: int = 0) -> Plan | None:
+def measure(tuning: TuningController, step_ms: float, exposed_ms: float = 50.0, num_unmeasured: int = 0) -> Plan | None:
     """Steps up to the next decision: exactly as many as announced."""
-    assert [tuning.step_done() for _ in range(num_unmeasured + NUM)] == [False] * (num_unmeasured + NUM - 1) + [True]
-    return tuning.decide(taken)
+    num = tuning.num_measured_steps
+    assert [tuning.step_done() for _ in range(num_unmeasured + num)] == [False] * (num_unmeasured + num - 1) + [True]
+    return tuning.decide([StepTimes(step_ms, exposed_ms, 100.0)] * num)
 
 
 def profiling(baseline_ms: float = 200.0) -> TuningController:
     tuning = TuningController(NUM)
-    plan = run(tuning, stats(baseline_ms), NUM_TUNING_WARM_UP_STEPS)
-    assert plan is None
+    assert tuning.num_measured_steps == TURN
+    assert measure(tuning, baseline_ms, num_unmeasured=NUM_TUNING_WARM_UP_STEPS) is None
     assert tuning.state is TuningState.PROFILE
     return tuning
 
 
-def verifying(predicted_ms: float = 150.0, **kwargs) -> TuningController:
-    tuning = profiling()
-    assert tuning.planned(Planned(PLAN, StepEstimate(predicted_ms, 10.0), **kwargs)) == PLAN
-    assert tuning.state is TuningState.VERIFY
-    return tuning
+def planned(*plans: Plan, **others) -> Planned:
+    return Planned(tuple(Candidate(plan, prediction=StepEstimate(148.0, 10.0)) for plan in plans), **others)
+
+
+def race(
+    tuning: TuningController, step_ms: Mapping[Plan, float], exposed_ms: float = 10.0, seen: tuple[Plan, ...] = ()
+) -> list[Plan]:
+    """Turns until a plan has won, by plan.
+
+    Args:
+        seen: plans that have had a turn before.
+    """
+    plans: list[Plan] = []
+    while tuning.state is TuningState.RACE:
+        plan = tuning.plan
+        num_unmeasured = NUM_SETTLE_STEPS if plan in (*seen, *plans) else NUM_FIRST_SETTLE_STEPS
+        plans.append(plan)
+        assert measure(tuning, step_ms[plan], exposed_ms, num_unmeasured) == tuning.plan
+    return plans
 
 
 def watching(exposed_ms: float = 10.0) -> TuningController:
-    tuning = verifying()
-    run(tuning, stats(150, exposed_ms), NUM_SETTLE_STEPS)
+    tuning = profiling()
+    tuning.planned(planned(PLAN))
+    race(tuning, {BASE: 200, PLAN: 150}, exposed_ms)
     assert (tuning.state, tuning.plan, tuning.settled) == (TuningState.WATCH, PLAN, True)
+    assert tuning.num_measured_steps == NUM
     return tuning
 
 
-def test_faster_plan_is_kept():
+def watch(
+    tuning: TuningController, step_ms: float, exposed_ms: float, num_windows: int, num_unmeasured: int = 0
+) -> None:
+    for index in range(num_windows):
+        assert tuning.state is TuningState.WATCH
+        assert measure(tuning, step_ms, exposed_ms, 0 if index else num_unmeasured) is None
+
+
+def test_fastest_plan_is_kept():
     tuning = TuningController(NUM)
     assert (tuning.state, tuning.plan) == (TuningState.WARM_UP, BASE)
-    run(tuning, stats(200), NUM_TUNING_WARM_UP_STEPS)
-    tuning.planned(Planned(PLAN, StepEstimate(148, 10), "best of 12"))
+    measure(tuning, 201, num_unmeasured=NUM_TUNING_WARM_UP_STEPS)
+    assert tuning.planned(planned(PLAN, OTHER, why="best of 12")) == BASE
     assert not tuning.settled
-    plan = run(tuning, stats(150, 8), NUM_SETTLE_STEPS)
-    assert plan is None
+    assert race(tuning, {BASE: 200, PLAN: 150, OTHER: 160}, 8) == [BASE, PLAN, OTHER] * MIN_TURNS
     assert tuning.settled
+    assert (tuning.plan, tuning.remark, tuning.prediction) == (PLAN, "", StepEstimate(148.0, 10.0))
+    assert (tuning.chosen.step_ms, tuning.baseline.step_ms) == (150, 200)
     assert tuning.lines == [
-        "without overlap: 200.0 ms a step, 50.0 ms of it exposed",
-        f"{PLAN}: predicted 148.0 ms a step, measured before 200.0 ms (best of 12)",
-        "measured 150.0 ms a step, 8.0 ms of it exposed: 1.33x as fast as before (200.0 ms); "
-        "predicted 148.0 ms, -1.3 %",
+        "without overlap: 201.0 ms a step, 50.0 ms of it exposed",
+        f"measuring 3 plans in turns: no overlap; {PLAN}, predicted 148.0 ms a step; {OTHER}, predicted 148.0 ms a "
+        "step (best of 12)",
+        f"out after 2 turns: no overlap (200.0 ms), {OTHER} (160.0 ms); {PLAN} takes 150.0 ms",
+        f"{PLAN}: measured 150.0 ms a step, 8.0 ms of it exposed, 1.33x as fast as no overlap; predicted "
+        "148.0 ms, -1.3 %",
     ]
-    assert tuning.num_steps_to_plan(7) == NUM_TUNING_WARM_UP_STEPS + NUM + 7 + NUM_SETTLE_STEPS + NUM
+
+
+def test_tuning_takes_at_most_the_announced_steps():
+    tuning = profiling()
+    num_steps = NUM_TUNING_WARM_UP_STEPS + TURN + 7
+    three = [fixed_plan(chunks) for chunks in (2, 3, 4)]
+    tuning.planned(planned(*three, others=(Candidate(fixed_plan(5)),), kernel=KERNEL))
+    ran = race(tuning, {BASE: 200, KERNEL.plan: 200, **dict.fromkeys([*three, fixed_plan(5)], 160), three[0]: 150})
+    plans = dict.fromkeys(ran)
+    num_steps += len(ran) * (NUM_SETTLE_STEPS + TURN) + len(plans) * (NUM_FIRST_SETTLE_STEPS - NUM_SETTLE_STEPS)
+    assert tuning.num_steps_to_plan(7) == num_steps
 
 
 def test_plan_without_overlap_is_stock():
     assert (BASE.num_chunks, BASE.dw_policy, BASE.dw_window) == (1, "none", 0)
 
 
-def test_slower_plan_is_dropped():
-    tuning = verifying()
-    plan = run(tuning, stats(203), NUM_SETTLE_STEPS)
-    assert plan == tuning.plan == BASE
-    assert tuning.lines[-2].startswith(
-        "measured 203.0 ms a step, 50.0 ms of it exposed: slower than the 200.0 ms before by more than the noise of 2.0"
-    )
-    assert tuning.lines[-2].endswith("predicted 150.0 ms, -26.1 %, which is far off")
-    assert tuning.lines[-1].startswith(f"going back to {BASE}: 200.0 ms a step; measuring that again")
-    assert not tuning.settled
-    plan = run(tuning, stats(201), NUM_SETTLE_STEPS)
-    assert plan is None
-    assert tuning.lines[-1] == f"measured 201.0 ms a step, 50.0 ms of it exposed under {BASE}: it stays"
+def test_slower_plans_are_dropped():
+    tuning = profiling()
+    tuning.planned(planned(PLAN, OTHER))
+    race(tuning, {BASE: 200, PLAN: 203, OTHER: 230})
     assert (tuning.state, tuning.plan, tuning.settled) == (TuningState.WATCH, BASE, True)
-    assert tuning.remark == "slower than before, so it went back"
-    assert tuning.chosen == stats(201)
+    assert tuning.remark == "no plan was faster than no overlap"
     assert tuning.prediction is None
-
-
-def test_plan_that_looked_slow_is_taken_after_remeasuring():
-    """The machine slowed down between the two: measured again, what ran before is slower than the plan was."""
-    tuning = verifying()
-    assert run(tuning, stats(230, 20), NUM_SETTLE_STEPS) == BASE
-    plan = run(tuning, stats(240), NUM_SETTLE_STEPS)
-    assert plan == tuning.plan == PLAN
-    assert f"the machine had become slower; taking {PLAN} after all: 230.0 ms a step" in tuning.lines[-1]
-    assert (tuning.state, tuning.settled, tuning.chosen) == (TuningState.WATCH, True, stats(230, 20))
-    assert (tuning.prediction, tuning.remark) == (StepEstimate(150.0, 10.0), "")
-
-
-def test_faster_of_two_slow_plans_is_taken_after_remeasuring():
-    tuning = verifying(profiled={"four": (OTHER, 150.0)})
-    assert run(tuning, stats(230), NUM_SETTLE_STEPS) == OTHER
-    assert run(tuning, stats(220), NUM_SETTLE_STEPS) == BASE
-    assert run(tuning, stats(225), NUM_SETTLE_STEPS) == OTHER
-    assert (tuning.prediction, tuning.remark) == (None, "a plan that ran for the profile was faster")
-
-
-def test_plan_slower_within_the_noise_is_kept():
-    tuning = verifying()
-    plan = run(tuning, stats(201.5), NUM_SETTLE_STEPS)
-    assert plan is None
-    assert "as fast as before (200.0 ms) within the noise of 2.0 ms" in tuning.lines[-1]
-    assert tuning.plan == PLAN
-
-
-@pytest.mark.parametrize(("other_ms", "kept"), [(170, OTHER), (230, BASE)])
-def test_profiled_plan_is_tried_after_a_slow_plan(other_ms, kept):
-    tuning = verifying(profiled={"four chunks": (OTHER, 180.0), "none": (BASE, 170.0), "two": (PLAN, 100.0)})
-    plan = run(tuning, stats(220), NUM_SETTLE_STEPS)
-    assert plan == OTHER
-    assert tuning.lines[-1] == "trying four chunks, which took 180.0 ms a step while profiling"
-    plan = run(tuning, stats(other_ms), NUM_SETTLE_STEPS)
-    assert plan == (None if kept == OTHER else BASE)
-    assert "predicted" not in next(line for line in reversed(tuning.lines) if line.startswith("measured"))
-    if kept == BASE:
-        run(tuning, stats(200), NUM_SETTLE_STEPS)
-    assert tuning.plan == kept
-    assert tuning.remark == (
-        "a plan that ran for the profile was faster" if kept == OTHER else "slower than before, so it went back"
+    assert tuning.lines[-1] == (
+        "no overlap: measured 200.0 ms a step, 10.0 ms of it exposed, and no plan is faster by more than the noise"
     )
 
 
-def test_better_of_two_faster_plans_is_kept():
-    tuning = verifying(profiled={"four": (OTHER, 100.0)})
-    assert run(tuning, stats(150, 9), NUM_SETTLE_STEPS) == OTHER
-    plan = run(tuning, stats(190), NUM_SETTLE_STEPS)
-    assert plan == tuning.plan == PLAN
-    assert (tuning.chosen, tuning.prediction) == (stats(150, 9), StepEstimate(150.0, 10.0))
-
-
-def test_profiled_plan_that_is_not_clearly_faster_is_not_tried():
-    tuning = verifying(profiled={"four": (OTHER, 149.0)})
-    assert run(tuning, stats(150), NUM_SETTLE_STEPS) is None
-    assert tuning.state is TuningState.WATCH
-
-
-def test_plan_that_only_pairs_is_no_plan_without_overlap():
-    only_paired = paired(plan_without_overlap())
+def test_plan_within_the_noise_of_no_overlap_is_dropped():
     tuning = profiling()
-    assert tuning.planned(Planned(only_paired, StepEstimate(150.0, 10.0))) == only_paired
-    assert run(tuning, stats(150), NUM_SETTLE_STEPS) is None
-    assert (tuning.state, tuning.plan, tuning.settled) == (TuningState.WATCH, only_paired, True)
-    # A drift measures links under another plan, and comes back if nothing better is found.
-    for _ in range(MIN_STEPS_BETWEEN_PLANS // NUM + NUM_DRIFT_WINDOWS):
-        if tuning.state is TuningState.WATCH:
-            run(tuning, stats(250, 120))
-    assert tuning.state is TuningState.PROFILE
-    assert tuning.planning_failed("no costs") == only_paired
+    tuning.planned(planned(PLAN))
+    race(tuning, {BASE: 200, PLAN: 198.5})
+    assert tuning.plan == BASE
 
 
-def test_paired_plan_that_does_not_pay_goes_back():
+def test_plan_that_ran_for_the_profile_can_win():
     tuning = profiling()
-    plan = paired(PLAN, OTHER)
-    assert tuning.planned(Planned(plan, StepEstimate(150.0, 10.0))) == plan
-    assert run(tuning, stats(230), NUM_SETTLE_STEPS) == BASE
-    run(tuning, stats(200), NUM_SETTLE_STEPS)
-    assert (tuning.state, tuning.plan) == (TuningState.WATCH, BASE)
+    tuning.planned(planned(PLAN, others=(Candidate(OTHER),)))
+    race(tuning, {BASE: 200, PLAN: 190, OTHER: 160})
+    assert tuning.plan == OTHER
+    assert tuning.remark == "another plan was faster than the one that was predicted fastest"
+    assert "predicted" not in tuning.lines[-1]
 
 
-def test_plan_without_overlap_can_be_the_decision():
+def test_prediction_that_is_far_off_is_said():
+    tuning = profiling()
+    tuning.planned(planned(PLAN))
+    race(tuning, {BASE: 200, PLAN: 180})
+    assert tuning.lines[-1].endswith("predicted 148.0 ms, -17.8 %, which is far off")
+
+
+def test_line_tells_what_overlap_and_what_the_kernel_gave():
+    tuning = profiling()
+    tuning.planned(planned(PLAN, kernel=KERNEL))
+    with_it = replace(PLAN, fused_attention=True)
+    race(tuning, {BASE: 200, KERNEL.plan: 160, PLAN: 150, with_it: 125})
+    assert (tuning.plan, tuning.prediction) == (with_it, None)
+    assert tuning.lines[-1] == (
+        f"{with_it}: measured 125.0 ms a step, 10.0 ms of it exposed, 1.60x as fast as no overlap; the "
+        "attention kernel alone gave 1.25x"
+    )
+
+
+def test_plan_that_fails_is_dropped_and_said():
+    tuning = profiling()
+    tuning.planned(planned(PLAN, OTHER))
+    assert measure(tuning, 200, num_unmeasured=NUM_FIRST_SETTLE_STEPS) == PLAN
+    assert tuning.plan_failed("the model lacks it") == OTHER
+    assert tuning.lines[-1] == f"{PLAN} is out: the model lacks it"
+    race(tuning, {BASE: 200, OTHER: 150}, seen=(BASE,))
+    assert tuning.plan == OTHER
+
+
+def test_no_overlap_stays_if_the_only_plan_fails():
+    tuning = profiling()
+    tuning.planned(planned(PLAN))
+    assert measure(tuning, 200, num_unmeasured=NUM_FIRST_SETTLE_STEPS) == PLAN
+    assert tuning.plan_failed("the model lacks it") == BASE
+    assert (tuning.state, tuning.chosen.step_ms) == (TuningState.WATCH, 200)
+
+
+def test_batch_that_grows_during_a_race_is_measured_anew():
+    tuning = profiling()
+    tuning.planned(planned(paired(BASE)))
+    assert not any(tuning.step_done(4) for _ in range(NUM_FIRST_SETTLE_STEPS + 1))
+    steps = [tuning.step_done(8) for _ in range(NUM_FIRST_SETTLE_STEPS + TURN + 1)]
+    assert steps == [False] * (NUM_FIRST_SETTLE_STEPS + TURN) + [True]
+    assert tuning.lines[-1] == "a step has 8 micro-batches now, 4 before: measuring anew"
+
+
+def test_only_plan_is_no_overlap():
     tuning = profiling()
     in_two_stages = replace(BASE, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
-    plan = tuning.planned(Planned(in_two_stages, StepEstimate(200, 50)))
-    assert (tuning.state, plan) == (TuningState.WATCH, BASE)
-    assert "nothing else is expected to be faster" in tuning.lines[-1]
+    assert tuning.planned(planned(in_two_stages)) == BASE
+    assert tuning.state is TuningState.WATCH
     assert tuning.chosen == tuning.baseline
+    assert tuning.prediction == StepEstimate(148.0, 10.0)
 
 
-def test_plan_that_only_deduplicates_is_not_stocks_order():
+def test_plan_that_only_deduplicates_races():
     tuning = profiling()
     deduplicated = replace(BASE, dispatch=DEDUP)
-    in_two_stages = replace(deduplicated, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
-    assert tuning.planned(Planned(in_two_stages, StepEstimate(150, 20))) == deduplicated
-    assert tuning.state is TuningState.VERIFY
-
-
-@pytest.mark.parametrize(("other_ms", "kept"), [(150, OTHER), (199, OTHER), (201, BASE)])
-def test_profiled_plan_is_tried_although_none_is_expected_to_pay(other_ms, kept):
-    tuning = profiling()
-    assert tuning.planned(Planned(BASE, StepEstimate(200, 50), profiled={"four": (OTHER, 160.0)})) == OTHER
-    plan = run(tuning, stats(other_ms), NUM_SETTLE_STEPS)
-    assert plan == (None if kept == OTHER else BASE)
-    assert (tuning.plan, tuning.state) == (kept, TuningState.WATCH)
+    tuning.planned(planned(replace(deduplicated, segments=(Segment(1, 2, 1), Segment(3, None, 1)))))
+    assert race(tuning, {BASE: 200, deduplicated: 150}) == [BASE, deduplicated] * MIN_TURNS
+    assert tuning.plan == deduplicated
 
 
 def test_plan_of_a_short_run_is_not_judged():
@@ -222,48 +223,52 @@ def test_plan_from_a_checkpoint_is_measured_and_not_judged():
     tuning = TuningController(NUM)
     assert tuning.take_over(PLAN, None, None, "from the checkpoint") == PLAN
     assert tuning.settled
-    plan = run(tuning, stats(1e6), NUM_TUNING_WARM_UP_STEPS)
+    plan = measure(tuning, 1e6, num_unmeasured=NUM_TUNING_WARM_UP_STEPS)
     assert (plan, tuning.plan, tuning.state) == (None, PLAN, TuningState.WATCH)
     assert tuning.baseline is None
 
 
 @pytest.mark.parametrize("exposed_ms", [1.0, 40.0])
-def test_drift_of_exposed_time_starts_planning(exposed_ms):
+def test_drift_of_exposed_time_starts_another_race(exposed_ms):
     tuning = watching(exposed_ms=20.0)
-    for _ in range(MIN_STEPS_BETWEEN_PLANS // NUM):
-        assert run(tuning, stats(150, 20)) is None
-        assert tuning.state is TuningState.WATCH
-    for _ in range(NUM_DRIFT_WINDOWS - 1):
-        assert run(tuning, stats(170, exposed_ms)) is None
-        assert tuning.state is TuningState.WATCH
-    assert run(tuning, stats(170, exposed_ms)) is None
+    watch(tuning, 150, 20, MIN_STEPS_BETWEEN_PLANS // NUM, NUM_FIRST_SETTLE_STEPS)
+    watch(tuning, 170, exposed_ms, NUM_DRIFT_WINDOWS)
     assert tuning.state is TuningState.PROFILE
     assert tuning.lines[-1] == (
         f"exposed time is {exposed_ms} ms a step for {NUM_DRIFT_WINDOWS * NUM} steps, 20.0 ms when the plan was "
         "chosen: planning anew"
     )
-    # The new plan is judged by what the old one takes now, and the way back is to the old one.
-    assert tuning.planned(Planned(OTHER, StepEstimate(140, 5))) == OTHER
-    assert run(tuning, stats(180, 5), NUM_SETTLE_STEPS) == PLAN
-    assert (tuning.chosen, tuning.num_plans) == (stats(170, exposed_ms), 2)
+    # The present plan and no overlap are in the race, too.
+    tuning.planned(planned(OTHER))
+    race(tuning, {BASE: 220, OTHER: 180, PLAN: 170}, exposed_ms)
+    assert (tuning.plan, tuning.chosen.step_ms, tuning.num_plans) == (PLAN, 170, 2)
+    assert tuning.prediction == StepEstimate(148.0, 10.0)
+
+
+def test_paired_plan_stays_if_planning_fails_after_drift():
+    only_paired = paired(BASE)
+    tuning = profiling()
+    tuning.planned(planned(only_paired))
+    race(tuning, {BASE: 200, only_paired: 150})
+    assert tuning.plan == only_paired
+    watch(tuning, 150, 10, MIN_STEPS_BETWEEN_PLANS // NUM, NUM_FIRST_SETTLE_STEPS)
+    watch(tuning, 250, 120, NUM_DRIFT_WINDOWS)
+    assert tuning.state is TuningState.PROFILE
+    assert tuning.planning_failed("no costs") == only_paired
 
 
 def test_temporary_change_of_exposed_time_is_no_drift():
     tuning = watching(exposed_ms=20.0)
+    watch(tuning, 150, 20, 1, NUM_FIRST_SETTLE_STEPS)
     for _ in range(2 * MIN_STEPS_BETWEEN_PLANS // NUM):
-        for exposed_ms in [40.0] * (NUM_DRIFT_WINDOWS - 1) + [20.0]:
-            assert run(tuning, stats(150, exposed_ms)) is None
-            assert tuning.state is TuningState.WATCH
+        watch(tuning, 150, 40.0, NUM_DRIFT_WINDOWS - 1)
+        watch(tuning, 150, 20.0, 1)
+    assert tuning.state is TuningState.WATCH
 
 
 def test_planning_after_drift_has_a_minimum_distance():
     tuning = watching(exposed_ms=20.0)
-    num_steps = NUM_SETTLE_STEPS + NUM  # since the plan was made
-    while tuning.state is TuningState.WATCH:
-        assert run(tuning, stats(170, 60)) is None
-        num_steps += NUM
-    num_steps -= NUM
-    assert MIN_STEPS_BETWEEN_PLANS <= num_steps + NUM < MIN_STEPS_BETWEEN_PLANS + NUM
-    tuning.planned(Planned(PLAN, StepEstimate(165, 60)))
-    assert run(tuning, stats(170, 60), NUM_SETTLE_STEPS) is None, "what is usual now is what it showed last"
-    assert tuning.state is TuningState.WATCH
+    num_race_steps = 2 * (NUM_FIRST_SETTLE_STEPS + NUM_SETTLE_STEPS + MIN_TURNS * TURN)
+    num_windows = -(-(MIN_STEPS_BETWEEN_PLANS - num_race_steps - NUM_FIRST_SETTLE_STEPS) // NUM)
+    watch(tuning, 170, 60, num_windows, NUM_FIRST_SETTLE_STEPS)
+    assert tuning.state is TuningState.PROFILE

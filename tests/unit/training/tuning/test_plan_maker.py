@@ -1,5 +1,6 @@
 """From a profile to a plan on rank 0: what is measured, what is kept, and what happens when something is missing."""
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.config import CacheChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
@@ -20,7 +22,7 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
-from megatron_lancet.training.tuning.controller import PlanningFailed
+from megatron_lancet.training.tuning.controller import PlanningFailed, plan_without_overlap
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
 from tests.unit.training.configs import config_with
@@ -67,7 +69,7 @@ def make(monkeypatch):
     monkeypatch.setattr(Run, "started", [])
     monkeypatch.setattr(Run, "result", PROFILE)
 
-    def build(limits=BATCH, cache_dir=None):
+    def build(limits=BATCH, cache_dir=None, attention=AttentionChoice.AUTO):
         monkeypatch.setattr(plan_maker, "planning_limits", lambda args, config: limits)
         args = SimpleNamespace(
             micro_batch_size=MACHINE.micro_batch_size,
@@ -76,10 +78,15 @@ def make(monkeypatch):
             overlap_grad_reduce=False,
             fp8=None,
             fp4=None,
+            transformer_impl="local",
+            dataloader_inter_document_masking=False,
+            multi_latent_attention=False,
+            window_size=None,
+            softmax_type="vanilla",
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
-        config = config_with(cache=cache_dir or CacheChoice.OFF)
+        config = config_with(cache=cache_dir or CacheChoice.OFF, attention=attention)
         maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
         maker.made_for()
         maker.notes = notes
@@ -97,26 +104,74 @@ def profiled(maker, again: bool = False):
     return maker.make(), num_steps
 
 
-def test_plan_maker_returns_a_plan_and_the_profiled_plans(make):
+def best(planned):
+    return planned.finalists[0].plan
+
+
+def test_plan_maker_returns_plans_of_several_kinds(make):
     maker = make()
     assert maker.num_steps() == 12  # 1, 2 and 4 chunks
     planned, num_steps = profiled(maker)
     assert num_steps == 3
-    assert planned.plan.num_chunks > 1
-    assert planned.prediction.step_ms < sum(op.ms for op in PROFILE.ops)
+    assert best(planned).num_chunks > 1
+    kinds = [kind_of(candidate.plan) for candidate in planned.finalists]
+    assert 1 < len(kinds) == len(set(kinds)) <= NUM_FINALISTS
+    predicted_ms = [candidate.prediction.step_ms for candidate in planned.finalists]
+    assert max(predicted_ms) < sum(op.ms for op in PROFILE.ops)
     assert planned.why.endswith("s from a profile of 3 steps")
-    assert planned.profiled == {str(fixed_plan(2)): (fixed_plan(2), 44.0)}
+    assert str(planned.kernel) == "no overlap, fused attention"
+    assert planned.kernel.plan == replace(plan_without_overlap(), fused_attention=True)
     assert maker.made_for()["ep_size"] == "2"
     assert maker.notes == []
 
 
-def test_plan_maker_with_a_kept_profile_needs_no_steps(make, tmp_path):
+@pytest.mark.parametrize("flags", [{"attention": AttentionChoice.STOCK}, {"attention": AttentionChoice.SDPA}])
+def test_kernel_is_no_candidate_if_the_user_has_chosen(make, flags):
+    assert profiled(make(**flags))[0].kernel is None
+
+
+def with_step(profile, share: float = 1.0):
+    """What two steps of the present plan give in a run where it takes this share of its predicted time."""
+    predicted_ms = Simulator(CostModel(profile)).expected_step(PRESENT).step_ms
+    return replace(profile, measured_steps_ms={str(PRESENT): share * predicted_ms})
+
+
+def test_kept_profile_still_measures_links_and_shares(make, monkeypatch, tmp_path):
     first, _ = profiled(make(cache_dir=tmp_path / "cache"))
+    monkeypatch.setattr(Run, "result", with_step(PROFILE))
     again = make(cache_dir=tmp_path / "cache")
-    assert again.num_steps() == 0
+    assert again.num_steps() == 3
     planned, num_steps = profiled(again)
-    assert (planned.plan, num_steps) == (first.plan, 0)
+    assert (best(planned), num_steps) == (best(first), 2)
     assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.why
+    assert again.notes == []
+
+
+def test_kept_profile_of_another_network_is_said_and_mended(make, monkeypatch, tmp_path):
+    profiled(make(cache_dir=tmp_path))
+    slow = tuple((size, 3 * ms) for size, ms in PROFILE.link.all_to_all)
+    changed = replace(PROFILE, link=replace(PROFILE.link, all_to_all=slow))
+    monkeypatch.setattr(Run, "result", with_step(changed))
+    maker = make(cache_dir=tmp_path)
+    assert profiled(maker)[1] == 2
+    (note,) = maker.notes
+    assert re.search(r"^the links of the profile .* no longer fit: a message of .* MB took .* and takes ", note)
+    assert maker.profile.link == changed.link
+    later = make(cache_dir=tmp_path)
+    profiled(later)
+    assert later.notes == [], "the new links were kept"
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+def test_kept_profile_of_another_speed_is_said_and_replaced(make, monkeypatch, tmp_path, share):
+    profiled(make(cache_dir=tmp_path))
+    monkeypatch.setattr(Run, "result", with_step(PROFILE, share))
+    maker = make(cache_dir=tmp_path)
+    planned, num_steps = profiled(maker)
+    assert num_steps == 2 + 3
+    (note,) = maker.notes
+    assert re.search(r"^the profile .* no longer fits: a step without overlap takes .*: measuring a new one$", note)
+    assert "from a profile of 3 steps" in planned.why
 
 
 def test_damaged_or_unwritable_profile_cache_is_one_line(make, tmp_path):
@@ -144,21 +199,21 @@ def test_plan_maker_measures_links_and_shares_of_a_changed_run(make, monkeypatch
     assert Run.started[-1] == ([PRESENT], 2)
     assert num_steps == 2
     assert maker.profile == replace(PROFILE, link=changed.link, received_share=(0.8, 0.2))
-    assert planned.profiled == {}, "it ran under other conditions"
+    assert planned.others == (), "it ran under other conditions"
 
 
 def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
     planned, _ = profiled(make(replace(FEW, dw_policies=(DwPolicy.NONE,))))
-    assert planned.plan.dw_policy is DwPolicy.NONE
-    assert planned.profiled == {}
+    assert best(planned).dw_policy is DwPolicy.NONE
+    assert planned.others == ()
 
 
 def test_plan_maker_leaves_unpaired_plans_out_on_request(make, monkeypatch):
     """They are what the profile ran by, and contradict the user's wish."""
     monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_micro_batches=2)))
     planned, _ = profiled(make(replace(BATCH, pairing=(True,))))
-    assert planned.plan.is_paired
-    assert planned.profiled == {}
+    assert all(candidate.plan.is_paired for candidate in planned.finalists)
+    assert planned.others == ()
 
 
 @pytest.mark.parametrize("dispatch", Dispatch.known().values())
@@ -172,27 +227,29 @@ def test_plan_maker_tries_only_allowed_dispatches(make, monkeypatch, dispatch):
         model=model,
         received_share=(0.25,) * 4,
         link=link,
-        measured_steps_ms={**PROFILE.measured_steps_ms, str(own): 55.0},
+        measured_steps_ms={str(fixed_plan(2)): 44.0, str(own): 33.0},
     )
     monkeypatch.setattr(Run, "result", known)
     maker = make(replace(BATCH, dispatches=(dispatch,)))
     assert maker.num_steps() == (12 if dispatch is PLAIN else 16)
     planned, _ = profiled(maker)
-    assert planned.plan.dispatch is dispatch
-    plain = {str(fixed_plan(2)): (fixed_plan(2), 44.0)} if dispatch is PLAIN else {}
-    assert planned.profiled == {str(own): (own, 55.0), **plain}
+    assert best(planned).dispatch is dispatch
+    assert [candidate.plan for candidate in planned.others] in ([], [own])
 
 
 def test_plan_maker_profiles_tiles_and_tries_allowed_ones(make, monkeypatch):
     tiled = fixed_plan(1, tiles=2)
     known = replace(PROFILE, measured_steps_ms={**PROFILE.measured_steps_ms, str(tiled): 33.0})
     monkeypatch.setattr(Run, "result", known)
-    tried = {}
     for tiles in (None, (2,), (4,)):
         maker = make(replace(BATCH, tiles=tiles))
         assert maker.num_steps() == 16
-        tried[tiles] = set(profiled(maker)[0].profiled)
-    assert tried == {None: {str(tiled), str(fixed_plan(2))}, (2,): {str(tiled)}, (4,): set()}
+        planned = profiled(maker)[0]
+        raced = [candidate.plan for candidate in (*planned.finalists, *planned.others)]
+        if tiles == (4,):
+            assert {plan.segments[0].tiles for plan in raced} == {4}
+        else:
+            assert kind_of(tiled) in map(kind_of, raced)
 
 
 def test_plan_maker_measures_a_paired_run_unpaired(make, monkeypatch):
@@ -242,9 +299,9 @@ def test_plan_maker_rejects_a_plan_that_exceeds_the_memory_bound(make, monkeypat
     free, tight = planned(1 << 40), planned(0)
     simulator = Simulator(CostModel(PROFILE))
     most_bytes = simulator.predict(alone).peak_bytes
-    assert simulator.predict(free.plan).peak_bytes > most_bytes
-    assert simulator.predict(tight.plan).peak_bytes <= most_bytes
-    assert tight.prediction.step_ms > free.prediction.step_ms
+    assert simulator.predict(best(free)).peak_bytes > most_bytes
+    assert all(simulator.predict(candidate.plan).peak_bytes <= most_bytes for candidate in tight.finalists)
+    assert tight.finalists[0].prediction.step_ms > free.finalists[0].prediction.step_ms
 
 
 def test_memory_bound_is_used_memory_and_most_of_the_free_memory():
@@ -271,8 +328,10 @@ def test_plan_maker_plans_with_reductions_during_the_backward(make, monkeypatch,
     assert maker.planned.prediction.gradient_ms > 0
     # A later run that reduces them afterwards finds the profile, and waits for all of them.
     monkeypatch.setattr(plan_maker, "reduction_of", lambda *_: None)
+    monkeypatch.setattr(plan_maker, "MISFIT_SHARE", 100.0)
+    monkeypatch.setattr(Run, "result", replace(measured, measured_steps_ms={str(PRESENT): 44.0}))
     later = make(cache_dir=tmp_path)
-    assert later.num_steps() == 0
+    assert later.num_steps() == 3
     profiled(later)
     assert later.profile.gradients is None
     num_weights = len(MACHINE.layers) + 1  # experts have no other rank to be summed with

@@ -1,0 +1,132 @@
+"""The trainings that are compared, and what they are compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lancet.errors import UsageError
+
+USERS, SAME = "off", "off-same"
+"""Stock as a user has it; stock with the attention kernel and the transport of ours, which is the reference."""
+AUTO = "auto"
+MEGATRON, MEGATRON_DELAYED = "megatron-overlap", "megatron-overlap-delayed"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the same training.
+
+    Attributes:
+        name: of the variant.
+        flags: of Megatron-Lancet and Megatron.
+        options: of the ranks, :mod:`benchmarks.demo.rank`.
+        meaning: for the tables.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    meaning: str
+    options: tuple[str, ...] = ()
+
+
+_OFF = ("--lancet-plan", "off")
+_SDPA = ("--lancet-attention", "sdpa")
+"""torch's fused attention kernel for local layers; Transformer Engine's layers have their own."""
+
+
+def _fixed(num_chunks: int, dim: str = "batch", dispatch: str = "plain", pairing: str = "off") -> tuple[str, ...]:
+    chunks = ("--lancet-num-chunks", str(num_chunks), "--lancet-chunk-dim", dim)
+    return (*chunks, "--lancet-dispatch", dispatch, "--lancet-pairing", pairing)
+
+
+_OVERLAP = (*_OFF, "--overlap-moe-expert-parallel-comm")
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(USERS, _OFF, "stock as a user has it", ("--own-messages",)),
+        Variant(SAME, _OFF, "stock with our attention kernel and transport"),
+        Variant(AUTO, (), "--lancet-plan auto, from nothing"),
+        Variant("k1-dedup", _fixed(1, dispatch="dedup"), "one chunk, deduplicated dispatch"),
+        Variant("k2", _fixed(2), "two batch chunks"),
+        Variant("k2-seq", _fixed(2, "sequence"), "two sequence chunks"),
+        Variant("k2-seq-dedup", _fixed(2, "sequence", "dedup"), "two sequence chunks, dedup"),
+        Variant("pairs", _fixed(1, pairing="on"), "pairs of one chunk"),
+        Variant("pairs-dedup", _fixed(1, dispatch="dedup", pairing="on"), "pairs of one chunk, dedup"),
+        Variant("pairs-k2-seq", _fixed(2, "sequence", "plain", "on"), "pairs of two sequence chunks"),
+        Variant("pairs-k2-seq-dedup", _fixed(2, "sequence", "dedup", "on"), "pairs of two sequence chunks, dedup"),
+        Variant(MEGATRON, _OVERLAP, "Megatron's own overlap", ("--threads",)),
+        Variant(MEGATRON_DELAYED, (*_OVERLAP, "--delay-wgrad-compute"), "with its delayed dW", ("--threads",)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        name: of the case.
+        share: part of its step for which stock is to wait for all-to-alls; it sets the link's rate.
+        micro_batches: of a step on each rank.
+        topk: experts of a token, of ``experts``.
+        experts: of a layer.
+        te: Transformer Engine's layers in bf16, in place of local ones in fp32.
+        flags: further flags of Megatron.
+    """
+
+    name: str
+    share: float
+    micro_batches: int
+    topk: int = 2
+    experts: int = 4
+    te: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def variants(self) -> list[Variant]:
+        """What runs in this case; the reference first."""
+        names = [SAME, USERS, AUTO, "k2", "k2-seq"]
+        if self.topk > 1:
+            names += ["k1-dedup", "k2-seq-dedup"]
+        if self.micro_batches > 1:
+            names += ["pairs", "pairs-k2-seq"]
+            names += ["pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else []
+            # Megatron refuses its overlap in fp32.
+            names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
+        return [VARIANTS[name] for name in names]
+
+    def flags_of(self, variant: Variant) -> list[str]:
+        """Flags by which a variant runs this case."""
+        same_kernel = _SDPA if variant.name not in (USERS, AUTO) and not self.te else ()
+        return [*self.flags, *variant.flags, *same_kernel]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("45-m4", 0.45, 4),
+        Case("45-m1", 0.45, 1),
+        Case("45-m8", 0.45, 8),
+        Case("20-m4", 0.20, 4),
+        Case("10-m1", 0.10, 1),
+        Case("65-m4", 0.65, 4),
+        Case("45-m4-top1", 0.45, 4, topk=1),
+        Case("45-m4-top4of8", 0.45, 4, topk=4, experts=8),
+        Case("45-m4-skewed", 0.45, 4, flags=("--moe-aux-loss-coeff", "0")),
+        Case("45-m4-te", 0.45, 4, te=True),
+        Case("45-m2-te", 0.45, 2, te=True),
+        Case("20-m4-te", 0.20, 4, te=True),
+        Case("45-m4-documents", 0.45, 4, flags=("--dataloader-inter-document-masking",)),
+    )
+}
+
+
+def chosen(names: Sequence[str]) -> list[Case]:
+    """Cases by name; all without names.
+
+    Raises:
+        UsageError: one is unknown.
+    """
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise UsageError(f"unknown case {', '.join(unknown)}. Expected: {', '.join(CASES)}.")
+    return [CASES[name] for name in names or CASES]

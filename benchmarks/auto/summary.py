@@ -1,0 +1,134 @@
+"""From the samples of a case to steady steps, ratios, and the time to a step with tuning included."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.auto.cases import AUTO, MEGATRON, MEGATRON_DELAYED, SAME, USERS, VARIANTS
+from benchmarks.harness.samples import Spread, spread
+from benchmarks.harness.tables import aligned, markdown
+
+TRAINING_STEPS = 500
+"""Steps of the training whose length, with tuning included, is told."""
+
+
+@dataclass(frozen=True)
+class VariantSummary:
+    """A variant in a case.
+
+    Attributes:
+        step_ms: median of the steady steps.
+        waited_share: part of it in which compute waits for all-to-alls.
+        speedup: the reference's step over its own in the same turn.
+        plan: under which it ended.
+    """
+
+    name: str
+    step_ms: float
+    waited_share: float
+    speedup: Spread
+    plan: str
+
+
+@dataclass(frozen=True)
+class CaseSummary:
+    """A case.
+
+    Attributes:
+        variants: by name.
+        num_tuning_steps: of ``auto``.
+        to_best: ``auto``'s steady step over the fastest fixed plan's, median of paired ratios.
+        time_to_step: time that the fastest plan would take from the first step to the 500th, over ``auto``'s with
+            its tuning.
+        max_loss_difference: largest relative difference of a step's loss from the reference's.
+    """
+
+    name: str
+    share: float
+    rate_bps: float
+    micro_batches: int
+    variants: Mapping[str, VariantSummary]
+    num_tuning_steps: int
+    best: str
+    to_best: Spread
+    time_to_step: float
+    max_loss_difference: float
+
+
+def _steps(record: Mapping[str, Any], field: int) -> list[float]:
+    return [step[field] for turn in record["samples"] for step in turn]
+
+
+def _ratios(over: Mapping[str, Any], under: Mapping[str, Any]) -> Spread:
+    return spread([a / b for a, b in zip(_steps(over, 0), _steps(under, 0), strict=True)])
+
+
+def summarise(case: Mapping[str, Any]) -> CaseSummary:
+    """The figures of a case of the result file."""
+    records: Mapping[str, Any] = case["variants"]
+    reference, auto = records[SAME], records[AUTO]
+    variants = {
+        name: VariantSummary(
+            name,
+            statistics.median(_steps(record, 0)),
+            statistics.median(_steps(record, 1)) / statistics.median(_steps(record, 0)),
+            _ratios(reference, record),
+            record["plan"],
+        )
+        for name, record in records.items()
+    }
+    fixed = [name for name in records if name not in (SAME, USERS, AUTO, MEGATRON, MEGATRON_DELAYED)]
+    best = min(fixed, key=lambda name: variants[name].step_ms)
+    tuning_ms = auto["tuning_ms"]
+    auto_ms = sum(tuning_ms) + (TRAINING_STEPS - len(tuning_ms)) * variants[AUTO].step_ms
+    best_ms = TRAINING_STEPS * min(variants[best].step_ms, variants[AUTO].step_ms)
+    return CaseSummary(
+        case["name"],
+        case["share"],
+        case["rate_bps"],
+        case["micro_batches"],
+        variants,
+        len(tuning_ms),
+        best,
+        _ratios(auto, records[best]),
+        best_ms / auto_ms,
+        max(_difference(reference["losses"], record["losses"]) for record in records.values()),
+    )
+
+
+def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+    return max(abs(ours / stock - 1) for stock, ours in zip(reference, losses, strict=False))
+
+
+_HEADINGS = ("variant", "step", "speed-up (quartiles)", "waits", "plan")
+
+
+def _lines(case: CaseSummary) -> list[list[str]]:
+    lines = [list(_HEADINGS)]
+    for name, found in case.variants.items():
+        ratio = f"{found.speedup.median:.2f} ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
+        meaning = VARIANTS[name].meaning
+        lines.append([f"{name}: {meaning}", f"{found.step_ms:.0f} ms", ratio, f"{found.waited_share:.0%}", found.plan])
+    return lines
+
+
+def _about(case: CaseSummary) -> str:
+    to_best = f"{case.to_best.median:.3f} ({case.to_best.low:.3f}-{case.to_best.high:.3f})"
+    return (
+        f"{case.name}: {case.micro_batches} micro-batches, {case.rate_bps / 1e6:.0f} Mbit/s, set so that stock waits "
+        f"for {case.share:.0%}. auto chose after {case.num_tuning_steps} steps; its step is {to_best} of the fastest "
+        f"fixed plan's ({case.best}). Tuning included, its training of {TRAINING_STEPS} steps runs at "
+        f"{case.time_to_step:.0%} of the speed of the fastest plan from the first step. Largest relative difference of "
+        f"a loss: {case.max_loss_difference:.1e}."
+    )
+
+
+def as_text(cases: Sequence[CaseSummary]) -> str:
+    """Tables for a terminal."""
+    return "\n\n".join(f"{_about(case)}\n{aligned(_lines(case))}" for case in cases)
+
+
+def as_markdown(cases: Sequence[CaseSummary]) -> str:
+    """Tables of markdown."""
+    return "\n\n".join(f"{_about(case)}\n\n{markdown(_lines(case))}" for case in cases) + "\n"

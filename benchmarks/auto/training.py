@@ -1,0 +1,193 @@
+"""All variants of a case, in turns of a few steps, on one link."""
+
+import re
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.auto.cases import AUTO, SAME, Case, Variant
+from benchmarks.demo.folder import Folder
+from benchmarks.demo.job import Job
+from benchmarks.demo.links.link import FREE_BPS, Link
+from benchmarks.demo.steps import RankStep, Step, medians
+from benchmarks.demo.training_log.training_process import say
+from benchmarks.harness.namespaces import NUM_NODES
+from benchmarks.harness.rate import RateSearch
+from megatron_lancet.errors import UsageError
+
+TURN_STEPS = 3
+"""Steps of a variant before the next one has its turn; the first of them is not measured."""
+_RATE_TURNS = 4
+"""Turns of the reference in which the link gets its rate."""
+MAX_TUNING_STEPS = 240
+SAMPLES_PER_RANK = 4
+_NUM_STEPS = 10_000
+"""More than are run: the ranks end when their parent ends them."""
+MODEL_FLAGS = (
+    "--num-layers 3 --hidden-size 256 --ffn-hidden-size 576 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --init-method-std 0.04 --moe-router-load-balancing-type aux_loss "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+    "--expert-model-parallel-size 2"
+)
+TRAINING_FLAGS = (
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant "
+    "--clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 --split 99,1,0 --eval-iters 0 --log-interval 1 "
+    "--num-workers 0"
+)
+_TE_FLAGS = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--bf16"]
+SAMPLE_FIELDS = ("step_ms", "waited_ms", "reduced_ms", "loss")
+
+
+def training_flags(folder: Folder, case: Case) -> list[str]:
+    """Megatron's flags of all variants of a case."""
+    batch = SAMPLES_PER_RANK * NUM_NODES * case.micro_batches
+    return [
+        *f"{MODEL_FLAGS} {TRAINING_FLAGS}".split(),
+        *("--num-experts", str(case.experts), "--moe-router-topk", str(case.topk)),
+        *("--micro-batch-size", str(SAMPLES_PER_RANK), "--global-batch-size", str(batch)),
+        *("--train-iters", str(_NUM_STEPS), "--eval-interval", str(_NUM_STEPS + 1)),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder.tokenizer)),
+        *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache), "--lancet-cache", "off"),
+        *(_TE_FLAGS if case.te else ()),
+    ]
+
+
+class Running:
+    """A variant that trains.
+
+    Attributes:
+        variant: what it runs.
+        steps: all its steps so far, in order.
+        tuning: the first of them, in which it chose its plan; empty without a choice.
+        measured: per turn, the steps whose times count.
+    """
+
+    def __init__(self, variant: Variant, job: Job) -> None:
+        self.variant = variant
+        self.job = job
+        self.steps: list[Step] = []
+        self.tuning: list[Step] = []
+        self.measured: list[list[Step]] = []
+
+    def run(self, num_steps: int) -> list[Step]:
+        """Runs the next steps."""
+        start = len(self.steps) + 1
+        self.job.run(range(start, start + num_steps), self._done)
+        return self.steps[-num_steps:]
+
+    def settle(self) -> None:
+        """Runs until the final plan is chosen.
+
+        Raises:
+            UsageError: it is not after :data:`MAX_TUNING_STEPS`.
+        """
+        while not self._is_settled():
+            if len(self.steps) >= MAX_TUNING_STEPS:
+                raise UsageError(f"{self.variant.name} has no plan after {MAX_TUNING_STEPS} steps: {self.job.log}")
+            self.run(TURN_STEPS)
+        self.tuning = list(self.steps)
+
+    def turn(self) -> None:
+        """Runs a measured turn."""
+        self.measured.append(self.run(TURN_STEPS)[1:])
+
+    def _done(self, number: int, ranks: Sequence[RankStep]) -> None:
+        del number
+        self.steps.append(Step(ranks))
+
+    def _is_settled(self) -> bool:
+        return bool(self.steps) and all(rank.is_settled for rank in self.steps[-1].ranks)
+
+    def record(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "plan": self.steps[-1].ranks[0].plan,
+            "tuning_ms": [round(step.step_ms, 2) for step in self.tuning],
+            "losses": [step.loss for step in self.steps],
+            "samples": [[_sample(step) for step in turn] for turn in self.measured],
+            "lines": lines_about_plans(self.job.log) if self.variant.name == AUTO else [],
+        }
+
+
+def _sample(step: Step) -> list[float]:
+    return [round(getattr(step, field), 4) for field in SAMPLE_FIELDS]
+
+
+def lines_about_plans(log: Path) -> list[str]:
+    """What a run printed about its plans, without times of day."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if re.match(r"Megatron-Lancet (plan|tuning|auto|race)", line)]
+
+
+def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path) -> dict[str, Any]:
+    """Trains all variants of a case, and returns what they took, for the result file.
+
+    Raises:
+        UsageError: a training failed.
+    """
+    common = training_flags(folder, case)
+    with ExitStack() as stack:
+
+        def start(variant: Variant) -> Running:
+            options = [*variant.options, *(["--te"] if case.te else [])]
+            log = logs / f"{case.name}-{variant.name}.log"
+            log.unlink(missing_ok=True)
+            flags = [*common, *case.flags_of(variant)]
+            return Running(variant, stack.enter_context(Job(variant.name, link, flags, log, options=options)))
+
+        link.set_rate(FREE_BPS)
+        reference, *others = case.variants
+        running = [start(reference)]
+        running[0].job.wait_until_ready()
+        rate_bps = set_rate(running[0], case.share, link)
+        for variant in others:
+            running.append(start(variant))
+            running[-1].job.wait_until_ready()
+        for one in running[1:]:
+            say(f"      {one.variant.name}: first steps")
+            one.settle()
+            one.run(TURN_STEPS)
+        for number in range(num_turns):
+            order = running[number % len(running) :] + running[: number % len(running)]
+            for one in order:
+                one.turn()
+            say(f"      turn {number + 1} of {num_turns}: {_steps_text(running)}")
+        return {
+            "name": case.name,
+            "share": case.share,
+            "rate_bps": rate_bps,
+            "micro_batches": case.micro_batches,
+            "flags": [*common, *case.flags],
+            "sample_fields": list(SAMPLE_FIELDS),
+            "variants": {one.variant.name: one.record() for one in running},
+        }
+
+
+def set_rate(reference: Running, share: float, link: Link) -> float:
+    """Sets the link's rate so that the reference waits for a share of its step; returns bits per second."""
+    steps = reference.run(TURN_STEPS + 1)[1:]
+    free = medians(steps)
+    search = RateSearch(share, free.step_ms - free.waited_ms, free.waited_ms, steps[0].sent_bytes)
+    for _ in range(_RATE_TURNS):
+        link.set_rate(search.rate_bps)
+        steps = reference.run(2 * TURN_STEPS)[1:]
+        waited_ms = statistics.median(step.waited_ms for step in steps)
+        compute_ms = statistics.median(step.step_ms - step.waited_ms for step in steps)
+        say(f"      {search.rate_bps / 1e6:.0f} Mbit/s: stock waits {waited_ms / (waited_ms + compute_ms):.0%}")
+        if not search.correct(waited_ms, waited_ms + compute_ms):
+            break
+    link.set_rate(search.rate_bps)
+    return search.rate_bps
+
+
+def _steps_text(running: Sequence[Running]) -> str:
+    times = ((one.variant.name, statistics.median(step.step_ms for step in one.measured[-1])) for one in running)
+    return ", ".join(f"{name} {step_ms:.0f} ms" for name, step_ms in times)
+
+
+def is_reference(name: str) -> bool:
+    """Whether ratios are to this variant."""
+    return name == SAME

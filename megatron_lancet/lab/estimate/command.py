@@ -1,0 +1,75 @@
+"""``lancet-estimate``: from the command line to a report."""
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator, Sequence
+
+from megatron_lancet.atomic import atomic_write
+from megatron_lancet.lab.check.launch import Launch, read_launch
+from megatron_lancet.lab.estimate.arguments import cluster_of
+from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
+from megatron_lancet.lab.estimate.devices import Speeds, corners
+from megatron_lancet.lab.estimate.estimate import estimates, rest_of_step
+from megatron_lancet.lab.estimate.model_profile import Run
+from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
+from megatron_lancet.lab.estimate.script import allowed_of, run_of
+from megatron_lancet.lab.what_if.forecast import Routing
+
+_LOW_PRECISION = "matrix products count as those of bf16"
+
+
+def run_command_line(options: argparse.Namespace, words: Sequence[str]) -> str:
+    """Runs the command; returns its output.
+
+    Args:
+        options: the flags of ``arguments.add_arguments``.
+        words: the launch.
+
+    Raises:
+        UsageError: the cluster or the launch is refused, or there is nothing to estimate.
+    """
+    logging.disable(logging.WARNING)
+    if options.published:
+        from megatron_lancet.lab.estimate.published import compared
+
+        return compared()
+    cluster = cluster_of(options)
+    estimated = estimate_launch(read_launch(words, options.trust_script), cluster, options.routing)
+    if options.json is not None:
+        atomic_write(options.json, json.dumps(as_plain(estimated), indent=1) + "\n")
+    return report(estimated)
+
+
+def estimate_launch(launch: Launch, cluster: ClusterChoice, routing: Routing) -> Estimated:
+    """Estimates a launch on a cluster.
+
+    Raises:
+        UsageError: see :func:`~megatron_lancet.lab.estimate.script.run_of`.
+    """
+    run = run_of(launch, cluster, routing)
+    ends = speeds_of(run, cluster)
+    rests = [rest_of_step(run, speeds) for speeds in ends]
+    rest_ms = {name: (min(one[name] for one in rests), max(one[name] for one in rests)) for name in rests[0]}
+    notes = tuple(_notes(run, launch, cluster))
+    return Estimated(run, cluster, estimates(run, ends, allowed_of(run)), rest_ms, notes)
+
+
+def speeds_of(run: Run, cluster: ClusterChoice) -> list[Speeds]:
+    """The corners of the ranges for a run on a cluster."""
+    is_captured = run.args.cuda_graph_impl != "none"
+    return list(corners(cluster.gpu, cluster.ranks_per_node, cluster.intra_gbps, cluster.inter_gbps, is_captured))
+
+
+def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:
+    args = run.args
+    if launch.num_ranks not in (None, cluster.num_ranks):
+        yield f"the script starts {launch.num_ranks} ranks, the cluster has {cluster.num_ranks}, which count here"
+    if args.fp8 or args.fp4:
+        yield _LOW_PRECISION
+    if not (args.bf16 or args.fp16):
+        yield f"{_LOW_PRECISION}, although the run's are in fp32"
+    if args.mtp_num_layers:
+        yield "multi-token prediction is left out of times, not of memory"
+    if args.context_parallel_size > 1:
+        yield "messages of context parallelism are hidden behind the attention"

@@ -1,0 +1,52 @@
+"""The few plans of a search that are worth measuring, and which of two plans is simpler."""
+
+from collections.abc import Iterable
+
+from megatron_lancet.schedule.plan import DwPolicy, Plan
+
+NUM_FINALISTS = 3
+CLOSE_PART = 1.15
+"""Plans that are predicted slower than this times the best are not measured: most predictions are better than that."""
+
+
+def simplicity(plan: Plan) -> tuple[int, ...]:
+    """Sort key, lower is simpler: unpaired, fewer segments, chunks and tiles, simpler dWs, the same at the ends."""
+    chunks = [segment.num_chunks for segment in plan.segments]
+    at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
+    return (
+        plan.is_paired,
+        len(chunks),
+        max(chunks),
+        sum(chunks),
+        max(segment.tiles for segment in plan.segments),
+        plan.dw_policy is DwPolicy.FILL,
+        plan.dw_window,
+        len(plan.gaps),
+        plan.at_ends.segments != plan.segments,
+        len(at_ends),
+        sum(at_ends),
+    )
+
+
+def kind_of(plan: Plan) -> tuple[object, ...]:
+    """Equal for plans that overlap in the same way: they differ in layers of segments, windows, gaps or the ends."""
+    ways = {(one.num_chunks, one.num_chunks > 1 and (one.chunk_dim, one.range), one.tiles > 0) for one in plan.segments}
+    is_whole = max(segment.num_chunks for segment in plan.segments) == 1
+    # Of whole micro-batches, dWs are all that hides a message.
+    return plan.is_paired, plan.dispatch, frozenset(ways), is_whole and plan.dw_policy
+
+
+def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
+    """The best plan of each of the best kinds.
+
+    Args:
+        best_first: plans and their predicted steps in ms, the best first.
+        most: number of plans, at most.
+    """
+    found: dict[tuple[object, ...], Plan] = {}
+    best_ms: float | None = None
+    for plan, step_ms in best_first:
+        best_ms = step_ms if best_ms is None else best_ms
+        if step_ms <= CLOSE_PART * best_ms:
+            found.setdefault(kind_of(plan), plan)
+    return list(found.values())[:most]

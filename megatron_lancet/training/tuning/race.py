@@ -1,0 +1,200 @@
+"""The race between plans: each runs a few steps in turns, until one leads by more than the noise. No torch here.
+
+All plans meet the same disturbances of the machine, because they take turns. Every step counts as training.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.planning.search.finalists import simplicity
+from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, stats_of_rank, step_noise_ms
+
+NUM_FIRST_SETTLE_STEPS = 2
+"""Unmeasured steps of a plan's first turn: the first allocates for it, and the second still finds uneven caches."""
+NUM_SETTLE_STEPS = 1
+"""Unmeasured steps of later turns: the plan before has left its own blocks of memory and caches."""
+MIN_TURNS = 2
+"""A plan that looks slow in its first turn may have met a disturbance."""
+MAX_TURNS = 6
+"""Plans that are as close as this after six turns may run either way."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may win.
+
+    Attributes:
+        name: for the user; the plan's text if empty.
+        prediction: None for a plan that was not simulated.
+    """
+
+    plan: Plan
+    name: str = ""
+    prediction: StepEstimate | None = None
+
+    def __str__(self) -> str:
+        return self.name or str(self.plan)
+
+
+@dataclass
+class _Entry:
+    """A candidate and its measured steps."""
+
+    candidate: Candidate
+    steps: list[StepTimes] = field(default_factory=list)
+    num_turns: int = 0
+    has_run: bool = False
+
+    @property
+    def stats(self) -> StepStats:
+        return stats_of_rank(self.steps)
+
+
+class Race:
+    """Measures candidates in turns. Every rank feeds its own race the same numbers."""
+
+    def __init__(self, candidates: Sequence[Candidate], no_overlap: Candidate, kernel: Candidate | None) -> None:
+        """
+        Args:
+            candidates: at least one, of different plans, in the order of their turns.
+            no_overlap: the one of them that runs as stock does.
+            kernel: the same with another attention kernel; None if that is not among them.
+        """
+        self._entries = {candidate.plan: _Entry(candidate) for candidate in candidates}
+        self._no_overlap = self._entries[no_overlap.plan]
+        self._kernel = None if kernel is None else self._entries[kernel.plan]
+        self._queue = deque(self._entries.values())
+        self._num_left_of_turn = len(self._queue)
+        self._num_micro_batches: int | None = None
+        self._lines: list[str] = []
+
+    @property
+    def plan(self) -> Plan:
+        """The plan whose turn it is."""
+        return self._queue[0].candidate.plan
+
+    @property
+    def num_unmeasured(self) -> int:
+        """Steps of this turn that do not count."""
+        return NUM_SETTLE_STEPS if self._queue[0].has_run else NUM_FIRST_SETTLE_STEPS
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The only plan that is left; None while the race goes on."""
+        return self._queue[0].candidate if len(self._queue) == 1 else None
+
+    def stats_of(self, candidate: Candidate) -> StepStats | None:
+        """All measured steps of a candidate, also of one that is out; None if it has none."""
+        entry = self._entries[candidate.plan]
+        return entry.stats if entry.steps else None
+
+    def gain_of(self, candidate: Candidate | None) -> float | None:
+        """How many times as fast as no overlap a candidate is, in turns that both had; None if it has none."""
+        if candidate is None:
+            return None
+        ours, stocks = self._in_same_turns(self._entries[candidate.plan])
+        return stocks.step_ms / ours.step_ms if ours is not None and stocks is not None else None
+
+    def _in_same_turns(self, entry: _Entry) -> tuple[StepStats | None, StepStats | None]:
+        """The first steps of a candidate, and as many without overlap."""
+        stocks = self._no_overlap.steps
+        num = min(len(entry.steps), len(stocks))
+        return (stats_of_rank(entry.steps[:num]), stats_of_rank(stocks[:num])) if num else (None, None)
+
+    def taken_lines(self) -> list[str]:
+        """The lines for the user since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def turn_done(self, steps: Sequence[StepTimes]) -> None:
+        """Counts the measured steps of a turn, and lets the next plan run."""
+        entry = self._queue[0]
+        entry.steps += steps
+        entry.num_turns, entry.has_run = entry.num_turns + 1, True
+        self._queue.rotate(-1)
+        self._next()
+
+    def drop(self, reason: str) -> None:
+        """Takes out the plan whose turn it is, because it can't run; the plan without overlap stays in any case."""
+        entry = self._queue[0]
+        assert entry is not self._no_overlap, reason
+        assert self.winner is None, reason
+        self._lines.append(f"{entry.candidate} is out: {reason}")
+        self._queue.popleft()
+        self._next()
+
+    def begin_again(self, num_micro_batches: int) -> bool:
+        """Starts anew, from the present plan on, if steps have another number of micro-batches than before."""
+        if self._num_micro_batches in (None, num_micro_batches):
+            self._num_micro_batches = num_micro_batches
+            return False
+        self._lines.append(
+            f"a step has {num_micro_batches} micro-batches now, {self._num_micro_batches} before: measuring anew"
+        )
+        self._num_micro_batches = num_micro_batches
+        for entry in self._entries.values():
+            entry.steps, entry.num_turns = [], 0
+        self._num_left_of_turn = len(self._queue)
+        return True
+
+    def _next(self) -> None:
+        self._num_left_of_turn -= 1
+        if self._num_left_of_turn == 0:
+            self._judge()
+            self._num_left_of_turn = len(self._queue)
+
+    def _judge(self) -> None:
+        """Takes out what is clearly slower, and all but one when the race is over."""
+        num_turns = min(entry.num_turns for entry in self._queue)
+        if num_turns < MIN_TURNS and len(self._queue) > 1:
+            return
+        stats = [(entry, entry.stats) for entry in self._queue]
+        leader, best = min(stats, key=lambda one: one[1].step_ms)
+        slower = [(entry, own) for entry, own in stats if own.step_ms > best.step_ms + step_noise_ms(best, own)]
+        self._leave([entry for entry, _ in slower])
+        if slower:
+            out = ", ".join(f"{entry.candidate} ({own.step_ms:.1f} ms)" for entry, own in slower)
+            self._lines.append(f"out after {num_turns} turns: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
+        if num_turns >= MAX_TURNS:
+            kept = min(self._queue, key=lambda entry: _simplicity(entry.candidate.plan))
+            self._leave([entry for entry in self._queue if entry is not kept])
+        if len(self._queue) == 1:
+            self._add_kernel()
+
+    def _leave(self, entries: Sequence[_Entry]) -> None:
+        self._queue = deque(entry for entry in self._queue if entry not in entries)
+
+    def _add_kernel(self) -> None:
+        """Lets the winner run with the attention kernel too, if that is faster without overlap."""
+        kernel, winner = self._kernel, self._queue[0]
+        if kernel is None or has_kernel(winner.candidate.plan):
+            return
+        with_it = replace(winner.candidate.plan, fused_attention=True)
+        own, stock = self._in_same_turns(kernel)
+        if own is None or stock is None or with_it in self._entries:
+            return
+        if own.step_ms >= stock.step_ms - step_noise_ms(stock, own):
+            return
+        self._entries[with_it] = _Entry(Candidate(with_it))
+        winner.num_turns = 0
+        self._queue.append(self._entries[with_it])
+        self._lines.append(
+            f"the attention kernel makes a step without overlap {stock.step_ms / own.step_ms:.2f}x as fast: trying it "
+            f"with {winner.candidate}"
+        )
+
+
+def has_kernel(plan: Plan) -> bool:
+    """Whether all layers have the attention kernel of sequence chunks."""
+    return plan.fused_attention or all(
+        segment.num_chunks > 1 and segment.chunk_dim is ChunkDim.SEQUENCE and segment.range.has_attention
+        for segment in (*plan.segments, *plan.at_ends.segments)
+    )
+
+
+def _simplicity(plan: Plan) -> tuple[object, ...]:
+    """No overlap first, and stock's kernel and dispatch before others."""
+    return not plan.overlaps_nothing, plan.fused_attention, not plan.dispatch.is_plain, *simplicity(plan)

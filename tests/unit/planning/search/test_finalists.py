@@ -1,0 +1,81 @@
+"""The few plans that are worth measuring."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, distinct, kind_of, simplicity
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
+
+TWO, FOUR, SEQUENCE = fixed_plan(2), fixed_plan(4), fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+WHOLE, AT_ONCE = fixed_plan(1), fixed_plan(1, DwPolicy.NONE)
+SMALL = Limits(chunk_dims=(ChunkDim.BATCH,), ranges=(OverlapRange.STACK,), dw_window_layers=(1,))
+
+
+def in_parts(*chunks: int) -> Plan:
+    """A segment of one layer for each number of chunks but the last, which has the others."""
+    ends = [*range(1, len(chunks)), None]
+    return replace(
+        TWO, segments=tuple(Segment(first, ends[first - 1], count) for first, count in enumerate(chunks, start=1))
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(TWO, gaps=(Gap("L1.c0.I.combine", ("L2.W.proj",)),)),
+        replace(TWO, dw_window=8),
+        fixed_plan(2, DwPolicy.NONE),
+        in_parts(2, 2, 2),
+    ],
+)
+def test_plans_of_one_kind_hide_messages_in_the_same_way(other):
+    assert kind_of(other) == kind_of(TWO)
+
+
+def test_kinds_differ():
+    plans = [WHOLE, AT_ONCE, TWO, FOUR, SEQUENCE, fixed_plan(1, tiles=2), paired(WHOLE), paired(TWO), in_parts(2, 4)]
+    assert len({kind_of(plan) for plan in plans}) == len(plans)
+    assert kind_of(paired(TWO, FOUR)) == kind_of(paired(TWO))
+
+
+def test_best_plan_of_each_kind_is_kept():
+    variant = replace(TWO, dw_window=8)
+    found = [(variant, 100.0), (TWO, 100.1), (FOUR, 101.0), (SEQUENCE, 102.0), (paired(TWO), 103.0)]
+    assert distinct(found, 3) == [variant, FOUR, SEQUENCE]
+    assert distinct(found[:2], 3) == [variant]
+
+
+def test_plans_that_are_predicted_slow_are_left_out():
+    assert distinct([(TWO, 100.0), (FOUR, 100.0 * CLOSE_PART), (SEQUENCE, 101.0 * CLOSE_PART)], 3) == [TWO, FOUR]
+
+
+def test_simpler_plans_come_first():
+    ordered = [AT_ONCE, WHOLE, TWO, FOUR, in_parts(1, 2), paired(AT_ONCE), paired(TWO)]
+    keys = [simplicity(plan) for plan in ordered]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_search_lists_its_choice_first_and_the_same_each_time():
+    profile = synthetic_profile(Machine())
+    first, second = make_plan(profile, SMALL), make_plan(profile, SMALL)
+    assert first.finalists == second.finalists
+    assert first.finalists[0] == first.plan
+    kinds = [kind_of(plan) for plan in first.finalists]
+    assert 1 < len(kinds) == len(set(kinds)) <= NUM_FINALISTS
+
+
+def test_finalists_fit_into_memory():
+    profile = synthetic_profile(Machine())
+    free = make_plan(profile, SMALL)
+    bound = max(one.prediction.peak_bytes for one in free.alternatives if one.plan.num_chunks == 2) + 1
+    tight = make_plan(profile, replace(SMALL, max_memory_bytes=bound))
+    peaks = {one.plan: one.prediction.peak_bytes for one in tight.alternatives}
+    assert all(peaks[plan] <= bound for plan in tight.finalists)
+    least = make_plan(profile, replace(SMALL, max_memory_bytes=1))
+    assert least.warning is not None
+    assert least.finalists == (least.plan,)

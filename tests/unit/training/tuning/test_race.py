@@ -1,0 +1,208 @@
+"""Races with scripted step times: who leaves, who wins, and what the user reads."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan, paired
+from megatron_lancet.training.tuning.controller import NO_OVERLAP
+from megatron_lancet.training.tuning.race import (
+    MAX_TURNS,
+    MIN_TURNS,
+    NUM_FIRST_SETTLE_STEPS,
+    NUM_SETTLE_STEPS,
+    Candidate,
+    Race,
+    has_kernel,
+)
+from megatron_lancet.training.tuning.step_stats import StepTimes, steps_of_run
+
+BASE = NO_OVERLAP.plan
+TWO, FOUR, PAIRS = fixed_plan(2), fixed_plan(4), paired(fixed_plan(1, DwPolicy.NONE))
+KERNEL = Candidate(replace(BASE, fused_attention=True), "no overlap, fused attention")
+NUM = 3
+type StepMs = float | Callable[[], float]
+
+
+def race_of(*plans: Plan, kernel: bool = False) -> Race:
+    others = [KERNEL] if kernel else []
+    return Race([NO_OVERLAP, *others, *map(Candidate, plans)], NO_OVERLAP, KERNEL if kernel else None)
+
+
+def turn(race: Race, step_ms: Mapping[Plan, StepMs]) -> Plan:
+    """One turn of one plan."""
+    plan, of_plan = race.plan, step_ms[race.plan]
+    race.turn_done([StepTimes(of_plan() if callable(of_plan) else of_plan, 0.0, 0.0) for _ in range(NUM)])
+    return plan
+
+
+def run(race: Race, step_ms: Mapping[Plan, StepMs]) -> list[Plan]:
+    """All turns, by plan."""
+    plans = []
+    while race.winner is None:
+        plans.append(turn(race, step_ms))
+        assert len(plans) < 1000
+    return plans
+
+
+def test_clear_winner_needs_two_turns_of_each_plan():
+    race = race_of(TWO, FOUR)
+    assert run(race, {BASE: 200, TWO: 150, FOUR: 170}) == [BASE, TWO, FOUR] * MIN_TURNS
+    assert race.winner == Candidate(TWO)
+    assert race.taken_lines() == [f"out after 2 turns: no overlap (200.0 ms), {FOUR} (170.0 ms); {TWO} takes 150.0 ms"]
+    assert race.taken_lines() == []
+    assert race.stats_of(NO_OVERLAP).num_steps == NUM * MIN_TURNS, "what is out keeps its figures"
+
+
+def test_slow_plans_leave_while_others_go_on():
+    race = race_of(TWO, FOUR)
+    plans = run(race, {BASE: 200, TWO: 150, FOUR: 150.5})
+    assert Counter(plans) == {BASE: MIN_TURNS, TWO: MAX_TURNS, FOUR: MAX_TURNS}
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "simplest"),
+    [
+        ({BASE: 200, TWO: 150, FOUR: 149}, TWO),
+        ({BASE: 200, PAIRS: 150, TWO: 150.5, FOUR: 149.5}, TWO),
+        ({BASE: 150.5, PAIRS: 150, TWO: 149.5}, BASE),
+    ],
+)
+def test_tie_is_won_by_the_simplest(step_ms, simplest):
+    race = race_of(*(plan for plan in step_ms if plan != BASE))
+    run(race, step_ms)
+    assert race.winner.plan == simplest
+
+
+def test_stocks_order_wins_if_all_plans_are_slower():
+    race = race_of(TWO, FOUR, PAIRS)
+    assert len(run(race, {BASE: 200, TWO: 210, FOUR: 230, PAIRS: 205})) == 4 * MIN_TURNS
+    assert race.winner == NO_OVERLAP
+
+
+def test_race_on_a_noisy_machine_is_bounded():
+    noise = random.Random(0)
+    race = race_of(TWO, PAIRS)
+    step_ms = {plan: lambda mean=mean: noise.gauss(mean, 60) for plan, mean in ((BASE, 202), (TWO, 200), (PAIRS, 199))}
+    assert len(run(race, step_ms)) <= 3 * MAX_TURNS
+    assert race.winner == NO_OVERLAP
+
+
+def test_disturbed_turn_decides_nothing():
+    race = race_of(TWO)
+    assert turn(race, {BASE: 200}) == BASE
+    assert turn(race, {TWO: 900}) == TWO
+    run(race, {BASE: 200, TWO: 150})
+    assert race.winner.plan == TWO
+
+
+def test_slower_rank_counts():
+    ranks = [[StepTimes(100, 10, 4), StepTimes(130, 0, 4)], [StepTimes(120, 20, 8), StepTimes(110, 10, 8)]]
+    assert steps_of_run(ranks) == [StepTimes(120, 15, 6), StepTimes(130, 5, 6)]
+
+
+def test_first_turn_of_a_plan_settles_longer():
+    race = race_of(TWO)
+    seen = []
+    while race.winner is None:
+        seen.append(race.num_unmeasured)
+        turn(race, {BASE: 200, TWO: 150})
+    assert seen == [NUM_FIRST_SETTLE_STEPS] * 2 + [NUM_SETTLE_STEPS] * 2
+
+
+def test_plan_that_fails_is_dropped():
+    race = race_of(TWO, FOUR)
+    turn(race, {BASE: 200})
+    race.drop("the model lacks it")
+    assert race.taken_lines() == [f"{TWO} is out: the model lacks it"]
+    assert run(race, {BASE: 200, FOUR: 150}) == [FOUR, BASE, FOUR]
+    assert race.winner.plan == FOUR
+
+
+def test_no_overlap_is_left_if_all_plans_fail():
+    race = race_of(TWO)
+    turn(race, {BASE: 200})
+    race.drop("the model lacks it")
+    assert race.winner == NO_OVERLAP
+
+
+def test_growing_batch_begins_the_race_again():
+    race = race_of(TWO)
+    assert not race.begin_again(4)
+    for plan in (BASE, TWO, BASE):
+        assert turn(race, {BASE: 200, TWO: 150}) == plan
+        assert not race.begin_again(4)
+    assert race.begin_again(8)
+    assert race.taken_lines() == ["a step has 8 micro-batches now, 4 before: measuring anew"]
+    assert run(race, {BASE: 400, TWO: 500}) == [TWO, BASE] * MIN_TURNS
+    assert race.winner == NO_OVERLAP
+
+
+def test_attention_kernel_can_win_alone():
+    race = race_of(TWO, kernel=True)
+    run(race, {BASE: 200, KERNEL.plan: 150, TWO: 190})
+    assert race.winner == KERNEL
+    assert race.gain_of(KERNEL) == pytest.approx(200 / 150)
+
+
+def test_winner_gets_an_attention_kernel_that_pays():
+    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    step_ms = {BASE: 200, KERNEL.plan: 180, PAIRS: 150, with_it: 135}
+    assert run(race, step_ms) == [BASE, KERNEL.plan, PAIRS] * MIN_TURNS + [PAIRS, with_it] * MIN_TURNS
+    assert race.winner.plan == with_it
+    assert race.taken_lines()[1] == (
+        f"the attention kernel makes a step without overlap 1.11x as fast: trying it with {PAIRS}"
+    )
+
+
+def test_kernel_that_does_not_pay_with_the_winner_is_left_out():
+    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    run(race, {BASE: 200, KERNEL.plan: 180, PAIRS: 150, with_it: 160})
+    assert race.winner.plan == PAIRS
+
+
+@pytest.mark.parametrize("step_ms", [{KERNEL.plan: 199}, {KERNEL.plan: 210}])
+def test_kernel_that_does_not_pay_is_tried_with_nothing(step_ms):
+    race = race_of(PAIRS, kernel=True)
+    assert len(run(race, {BASE: 200, PAIRS: 150, **step_ms})) == 3 * MIN_TURNS
+    assert race.winner.plan == PAIRS
+
+
+def test_gain_compares_the_turns_that_both_had():
+    """No overlap leaves after two turns, and the machine is slower in the others."""
+    race = race_of(TWO, FOUR)
+    for _ in range(MIN_TURNS):
+        for step_ms in (200, 150, 150.5):
+            turn(race, dict.fromkeys((BASE, TWO, FOUR), step_ms))
+    run(race, {TWO: 300, FOUR: 300.5})
+    assert race.stats_of(Candidate(TWO)).step_ms == 300
+    assert race.gain_of(Candidate(TWO)) == pytest.approx(200 / 150)
+    assert race.gain_of(None) is None
+
+
+def test_sequence_chunks_have_the_kernel_already():
+    sequence = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+    assert has_kernel(sequence)
+    assert not has_kernel(TWO)
+    assert not has_kernel(paired(sequence, TWO))
+    race = race_of(sequence, kernel=True)
+    run(race, {BASE: 200, KERNEL.plan: 180, sequence: 150})
+    assert race.winner.plan == sequence
+
+
+def test_order_of_turns_depends_on_shared_numbers_only():
+    """Every rank has its own race; the same numbers give the same plans on each."""
+    step_ms = {BASE: 200, TWO: 150, FOUR: 151, PAIRS: 170}
+    first, second = (run(race_of(PAIRS, FOUR, TWO), step_ms) for _ in range(2))
+    assert first == second
+
+
+def test_candidate_reads_as_its_plan():
+    assert str(Candidate(replace(TWO, dispatch=DEDUP), prediction=StepEstimate(1.0, 0.5))).endswith("dispatch=dedup")
+    assert str(replace(TWO, fused_attention=True)).endswith(" attention=fused")
+    assert str(NO_OVERLAP) == "no overlap"
