@@ -18,6 +18,7 @@ def shared_connections(nodes: Nodes | None = None) -> Iterator[None]:
     """Inside, all models use the same connections: to make them for each takes longer than its steps."""
     from megatron.core import parallel_state
 
+    from megatron_lancet.features.two_hop import feature as two_hop
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.runtime.transport.select import make_hops, make_transport
     from megatron_lancet.training import overlap_setup
@@ -42,7 +43,7 @@ def shared_connections(nodes: Nodes | None = None) -> Iterator[None]:
             vars(hop.transport)["_stats"] = stats
         return hops
 
-    with around(overlap_setup, "make_transport", the_transport), around(overlap_setup, "make_hops", the_hops):
+    with around(overlap_setup, "make_transport", the_transport), around(two_hop, "make_hops", the_hops):
         yield
 
 
