@@ -31,7 +31,7 @@ TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/u
 	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
-.PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-auto bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -51,6 +51,8 @@ help:
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
 	@echo "                     16 minutes, --pairing: 28, --dispatch (fewer bytes): 10, --tiles: 8,"
 	@echo "                     --nodes (two hops): 4, --load (experts placed by load): 4, --quick: 2"
+	@echo "make bench-auto      whole trainings: auto, stock, Megatron's overlap and fixed plans in turns (root, Linux): two"
+	@echo "                     hours; BENCH_ARGS=\"--cases 45-m4\": ten minutes"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux): 40 minutes;"
 	@echo "                        BENCH_ARGS=--pairing: 15, --tiles: 14, --dispatch: 13, --nodes: 7"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
@@ -96,6 +98,9 @@ wheel: $(STAMP)
 
 bench-network: $(STAMP)
 	@$(BIN)/python -m benchmarks.network $(BENCH_ARGS)
+
+bench-auto: $(STAMP)
+	@$(BIN)/python -m benchmarks.auto $(BENCH_ARGS)
 
 bench-prediction: $(STAMP)
 	@$(BIN)/python -m benchmarks.prediction $(BENCH_ARGS)

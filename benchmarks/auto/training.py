@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.auto.cases import AUTO, SAME, Case, Variant
+from benchmarks.auto.cases import AUTO, Case, Variant
 from benchmarks.demo.folder import Folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, Link
@@ -186,8 +186,3 @@ def set_rate(reference: Running, share: float, link: Link) -> float:
 def _steps_text(running: Sequence[Running]) -> str:
     times = ((one.variant.name, statistics.median(step.step_ms for step in one.measured[-1])) for one in running)
     return ", ".join(f"{name} {step_ms:.0f} ms" for name, step_ms in times)
-
-
-def is_reference(name: str) -> bool:
-    """Whether ratios are to this variant."""
-    return name == SAME

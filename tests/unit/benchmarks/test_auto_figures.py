@@ -1,0 +1,81 @@
+"""From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
+
+import pytest
+
+from benchmarks.auto.cases import AUTO, CASES, MEGATRON, SAME, USERS, VARIANTS, chosen
+from benchmarks.auto.summary import TRAINING_STEPS, as_markdown, as_text, summarise
+from megatron_lancet.errors import UsageError
+
+
+def record(step_ms, waited_ms=0.0, tuning_ms=(), plan="stock", losses=(2.0, 1.0)):
+    """A variant with two turns of two steps."""
+    samples = [[[step_ms, waited_ms, 0.0, 1.0], [step_ms, waited_ms, 0.0, 1.0]]] * 2
+    return {"plan": plan, "tuning_ms": list(tuning_ms), "losses": list(losses), "samples": samples, "lines": []}
+
+
+def case(**variants):
+    return {"name": "45-m4", "share": 0.45, "rate_bps": 1e8, "micro_batches": 4, "variants": variants}
+
+
+MEASURED = case(
+    **{
+        SAME: record(1000.0, 450.0),
+        USERS: record(1100.0, 500.0),
+        AUTO: record(612.0, tuning_ms=[900.0] * 50, plan="chunks=2", losses=(2.0, 1.001)),
+        "k2": record(700.0),
+        "pairs": record(600.0, plan="pairs"),
+        MEGATRON: record(500.0),
+    }
+)
+
+
+def test_ratios_are_to_stock_and_the_best_fixed_plan():
+    found = summarise(MEASURED)
+    assert found.variants[AUTO].speedup.median == pytest.approx(1000 / 612)
+    assert found.variants[SAME].waited_share == pytest.approx(0.45)
+    assert (found.best, found.to_best.median) == ("pairs", pytest.approx(1.02))
+    assert found.max_loss_difference == pytest.approx(0.001)
+
+
+def test_tuning_counts_in_the_time_to_a_step():
+    found = summarise(MEASURED)
+    auto_ms = 50 * 900.0 + (TRAINING_STEPS - 50) * 612.0
+    assert found.num_tuning_steps == 50
+    assert found.time_to_step == pytest.approx(TRAINING_STEPS * 600.0 / auto_ms)
+
+
+def test_tables_have_every_variant_with_its_plan():
+    for text in (as_text([summarise(MEASURED)]), as_markdown([summarise(MEASURED)])):
+        assert all(f"{name}: {VARIANTS[name].meaning}" in text for name in MEASURED["variants"])
+        assert "1.63 (1.63-1.63)" in text
+        assert "its step is 1.020" in text
+
+
+def test_only_stock_as_a_user_has_it_keeps_its_messages():
+    assert [name for name, one in VARIANTS.items() if "--own-messages" in one.options] == [USERS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_variants_of_a_case_fit_it(name):
+    found = CASES[name]
+    names = [variant.name for variant in found.variants]
+    assert names[0] == SAME
+    assert {USERS, AUTO} < set(names)
+    assert len(set(names)) == len(names)
+    assert any("pairs" in one for one in names) == (found.micro_batches > 1)
+    assert any("dedup" in one for one in names) == (found.topk > 1)
+    assert (MEGATRON in names) == (found.te and found.micro_batches > 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fixed_plans_run_the_references_attention(name):
+    found = CASES[name]
+    for variant in found.variants:
+        kernel = [*found.flags_of(variant)].count("--lancet-attention")
+        assert kernel == (variant.name not in (USERS, AUTO) and not found.te)
+
+
+def test_unknown_cases_are_refused():
+    with pytest.raises(UsageError, match=r"unknown case 46-m4\. Expected: 45-m4, "):
+        chosen(["46-m4"])
+    assert chosen([]) == list(CASES.values())
