@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def main() -> None:
         watch = CpuWatch(rank_cores())
         with link(NAMESPACES, is_unprivileged=False) as between:
             say(f"{case.name}: {len(case.variants)} variants")
-            results.append({**run_case(case, folder, between, args.turns, folder.root), "other_load": watch.seen()})
+            measured = run_case(case, folder, between, args.turns, folder.root)
+        seen = watch.found()
+        results.append({**measured, "disturbance": {**asdict(seen), "is_disturbed": seen.is_disturbed}})
     write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
     write({**finished(found), "cases": results}, args.output or RESULTS / f"auto-{found['date']}")
 

@@ -21,7 +21,7 @@ from benchmarks.demo.steps import OURS, STOCK, Comparison
 from benchmarks.demo.training import EXPOSED_SHARE, Training
 from benchmarks.demo.training_log.train_log import RunLog, tail
 from benchmarks.demo.training_log.training_process import say
-from benchmarks.harness.disturbance import cpu_times, disturbance
+from benchmarks.harness.disturbance import Disturbance, cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
@@ -46,10 +46,14 @@ class CpuWatch:
 
     def seen(self) -> str | None:
         """What was seen since then; None if the cores were ours alone."""
+        found = self.found()
+        return str(found) if found.is_disturbed else None
+
+    def found(self) -> Disturbance:
+        """What was seen since then, as shares of the cores' time."""
         elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
         own_s = _cpu_s_of_children() - self._own_s
-        found = disturbance(self._before, after, own_s, elapsed_s, len(self._cores))
-        return str(found) if found.is_disturbed else None
+        return disturbance(self._before, after, own_s, elapsed_s, len(self._cores))
 
 
 def _cpu_s_of_children() -> float:

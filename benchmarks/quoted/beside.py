@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.auto import summary as auto_summary
 from benchmarks.bins import summary as bins_summary
 from benchmarks.causes import summary as causes_summary
 from benchmarks.evaluation import summary as evaluation_summary
@@ -20,6 +21,7 @@ from benchmarks.priority import summary as priority_summary
 
 RESULTS = Path(__file__).parents[1] / "results"
 MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "auto": (auto_summary.summarise, auto_summary.as_markdown),
     "network": (network_summary.summarise, network_table.as_markdown),
     "prediction": (prediction_errors.compare, prediction_table.as_markdown),
     "priority": (priority_summary.summarise, priority_summary.as_markdown),

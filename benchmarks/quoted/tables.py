@@ -25,6 +25,7 @@ from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
 from benchmarks.provenance import mark, together
 from benchmarks.quoted import beside
+from benchmarks.quoted.auto import TABLES as AUTO_TABLES
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
 from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
@@ -329,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-check": gpu_check,
     **LOAD_TABLES,
     **TILES_TABLES,
+    **AUTO_TABLES,
     **BINS_TABLES,
 }
 _PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
