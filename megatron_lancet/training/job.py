@@ -40,7 +40,8 @@ def run_job(
     device: torch.device,
     status: RankStatus,
     datasets: Callable[..., Any] | None = None,
-    features: Sequence[Feature] = (),
+    *,
+    features: Sequence[Feature],
 ) -> None:
     """Train by the arguments of the command line.
 

@@ -68,7 +68,9 @@ def run_task(task: Task) -> None:
         stack.enter_context(taken_train_step(lambda step, model: _take(task, step, model)))
         if task.padding:
             stack.enter_context(padding_mask_of_losses())
-        job.run_job(found.device, RankStatus(), datasets_of(task.seed, task.padding, task.documents), features())
+        job.run_job(
+            found.device, RankStatus(), datasets_of(task.seed, task.padding, task.documents), features=features()
+        )
 
 
 def _take(task: Task, step: Callable[[], Any], model: Any) -> Any:

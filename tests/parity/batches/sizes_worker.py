@@ -55,6 +55,7 @@ build_datasets.is_distributed = True
 def main() -> None:
     from megatron.training import training
 
+    from megatron_lancet.registry import features
     from megatron_lancet.training import job
     from megatron_lancet.training.platform.detect import platform
     from megatron_lancet.training.process.exit import RankStatus
@@ -65,7 +66,7 @@ def main() -> None:
         around(training, "train_step", recording(losses, set())),
         platform() as found,
     ):
-        job.run_job(found.device, RankStatus(), build_datasets)
+        job.run_job(found.device, RankStatus(), build_datasets, features=features())
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         Path(os.environ["LANCET_TEST_RESULT"]).write_text(json.dumps(losses))
 
