@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.auto.quoted import TABLES as AUTO_TABLES
 from benchmarks.gpu.check.quote import gpu_check
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES, MEGATRON
@@ -25,7 +26,6 @@ from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
 from benchmarks.provenance import mark, together
 from benchmarks.quoted import beside
-from benchmarks.quoted.auto import TABLES as AUTO_TABLES
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
 from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
