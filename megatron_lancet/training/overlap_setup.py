@@ -134,7 +134,7 @@ class NoOverlap:
     def __init__(self, features: Sequence[ActiveFeature] = ()) -> None:
         """
         Args:
-            features: those of the run; read when the model is built.
+            features: features of the run; read when the model is built.
         """
         self._features = features
 

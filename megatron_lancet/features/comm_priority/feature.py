@@ -68,7 +68,7 @@ class Priority(Feature):
         if part is PlanPart.PAIRING and is_interleaved and wanted is not CommPriority.OFF:
             yield PlanBlocker(
                 f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward paired with a "
-                "backward among those that this backward still has to do",
+                "backward among the remaining all-to-alls of this backward",
                 f"drop {FLAG}",
             )
 

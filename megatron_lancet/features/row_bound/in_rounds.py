@@ -2,9 +2,9 @@
 
 A round sends a part of the rows, runs the experts on what has arrived, and sends their outputs back. Neither the rows
 received nor the experts' activations are kept: the backward pass sends each round's rows again, next to the gradients
-of its outputs, runs the experts again, and sends the gradients of the rows. What is kept is what the chunk's own rank
-has sent, which does not depend on the other ranks. So a chunk over the limit costs two more messages of its rows and
-the experts once more, and its peak equals the peak of a chunk at the limit.
+of its outputs, runs the experts again, and sends the gradients of the rows. A chunk keeps the rows that its own
+rank sent, whose number does not depend on the other ranks. So a chunk over the limit costs two more messages of its
+rows and the experts once more, and its peak equals the peak of a chunk at the limit.
 
 Rounds run back to back where the chunk would wait for its dispatch, and in the backward pass where it would launch the
 gradients of that message. Messages that are not needed keep their places in the order of turns.

@@ -113,7 +113,7 @@ def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker 
 
 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
-    """Numbers of tiles that a planner may choose, and why the run excludes others; None for those that are profiled.
+    """Numbers of tiles that a planner may choose, and why the run excludes others; None for the profiled numbers.
 
     Args:
         args: Megatron's arguments, validated or not.

@@ -178,7 +178,7 @@ def check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
 
 
 def _ranks_by(values: Sequence[str], first: int = 0) -> str:
-    """Names the ranks with each value; the first of ``values`` is that of rank ``first``."""
+    """Names the ranks with each value; ``values`` starts at rank ``first``."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values, start=first):
         ranks.setdefault(value, []).append(rank)

@@ -89,7 +89,7 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
 
 @contextmanager
 def as_dry_run(launch: Launch, *flags: str) -> Iterator[None]:
-    """Inside the context the command line and the environment are those of the launch, run dry on one process.
+    """Sets the command line and the environment of the launch, for a dry run in one process.
 
     Args:
         flags: stand in front of its own.

@@ -11,7 +11,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan
 STOCK = "stock"
 _BY_FLAGS = "the script's own --lancet flags exclude it"
 _RANGES = (OverlapRange.STACK, OverlapRange.GATE, OverlapRange.EXPERTS)
-"""From the one that hides most."""
+"""Ordered by how much they usually hide, most first."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
 from megatron_lancet.lab.what_if.forecast import Routing
 
-_LOW_PRECISION = "matrix products count as those of bf16"
+_LOW_PRECISION = "matrix products count as bf16 products"
 
 
 def run_command_line(options: argparse.Namespace, words: Sequence[str]) -> str:

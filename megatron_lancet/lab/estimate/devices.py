@@ -94,7 +94,7 @@ class Speeds:
     """A device and its links at one end of each range.
 
     Attributes:
-        device: memory traffic, smallest kernel, launches, multiprocessors; ``flops_per_s`` is that of large products.
+        device: memory traffic, smallest kernel, launches, multiprocessors; ``flops_per_s`` is for large products.
         flops_per_s: rate of kernels of each kind.
         cluster: links between the ranks, with the bandwidth that messages reach.
     """

@@ -118,7 +118,7 @@ def exchange(whole_bytes: float, group_size: int, *modules: str) -> Part:
 
 
 def time_ms(kernels: Iterable[Kernel], speeds: Speeds) -> float:
-    """Time of kernels one after the other: that of the device, or of the host that launches them if it is longer."""
+    """Time of consecutive kernels: device time, or the host's launch time if that is longer."""
     device_us = host_us = 0.0
     least_us = speeds.device.min_kernel_us
     for one in kernels:

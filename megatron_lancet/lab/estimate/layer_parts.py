@@ -1,6 +1,6 @@
 """The parts of each op of a layer, from Megatron's arguments: what a chunk of a micro-batch computes and moves.
 
-FLOP and bytes follow from the sizes; an op's small kernels count by :data:`LAUNCHES`. The sizes are those of
+FLOP and bytes follow from the sizes; an op's small kernels count by :data:`LAUNCHES`. Sizes follow
 ``training/saved_tensors.py`` and ``dry_run/parameters.py``.
 """
 
@@ -34,8 +34,8 @@ LAUNCHES = {
         OpKind.EXPERTS: 0.25,
     },
 }
-"""Kernels of an op's part, forward and backward, by ``--transformer-impl``. Those of local layers were counted on the
-virtual GPU, in this project's modules (docs/virtual_gpu.md). Those of Transformer Engine are estimated from its
+"""Kernels of an op's part, forward and backward, by ``--transformer-impl``. Counts of local layers come from the
+virtual GPU and this project's modules (docs/virtual_gpu.md). Counts of Transformer Engine are estimated from its
 modules, whose rotary positions, activations and norms are fused. ``experts`` is the host's cost of one more expert in a
 product of all, in launches: Transformer Engine launches a product for each expert from C++."""
 _FUSED_ROUTER = (6.0, 4.0)
@@ -45,7 +45,7 @@ _FUSED_ROWS = (5.0, 2.0)
 _ROUTER_PASSES = (10, 6)
 """How often the router reads or writes the scores of all experts, forward and backward."""
 _BACKWARD_OF_ATTENTION = 2.5
-"""FLOP of attention's backward by those of its forward: five products in place of two (FlashAttention)."""
+"""FLOP ratio of attention's backward to its forward: five products against two (FlashAttention)."""
 _SCORE_PASSES = (6, 8)
 """How often unfused attention reads or writes its scores, forward and backward."""
 

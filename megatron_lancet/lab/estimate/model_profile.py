@@ -52,7 +52,7 @@ class Run:
 
     @property
     def recomputed_part(self) -> float:
-        """Part of a layer's forward that full recompute runs again: 1, or with ``block`` that of the layers."""
+        """Share of a layer's forward that full recompute repeats: 1, or below with ``block``."""
         args = self.args
         if args.recompute_granularity != "full":
             return 0.0

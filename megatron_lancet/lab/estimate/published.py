@@ -1,6 +1,6 @@
 """Public speed-ups against predicted ones. The runs, their conditions and sources are in ``published.json``.
 
-No constant is chosen for a run: all are those of ``devices.py`` and ``layer_parts.py``.
+No constant is chosen for a run: all come from ``devices.py`` and ``layer_parts.py``.
 """
 
 import json

@@ -119,7 +119,7 @@ def assumptions(estimated: Estimated) -> Iterator[str]:
         yield "launches cost nothing, because of CUDA graphs; with them the run keeps stock modules"
     else:
         kernels = "local layers" if args.transformer_impl == "local" else "Transformer Engine"
-        yield f"a launch takes the host {LAUNCH_US.fast:g} to {LAUNCH_US.slow:g} us; kernels are those of {kernels}"
+        yield f"a launch takes the host {LAUNCH_US.fast:g} to {LAUNCH_US.slow:g} us; kernels of {kernels}"
     yield f"routing: {estimated.run.routing}; dedup and two hops send as many rows as random choices of experts need"
     plan = estimated.found[0].candidate.plan
     if plan is not None and not plan.dispatch.is_plain:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tflops", "1e12 FLOP per second of matrix products", default.flops_per_s / 1e12),
         ("--memory-gbytes-per-s", "memory traffic", default.bytes_per_s / 1e9),
     ):
-        parser.add_argument(name, type=float, metavar="X", help=f"{what} (default: {value:g}, or that of --gpu)")
+        parser.add_argument(name, type=float, metavar="X", help=f"{what} (default: {value:g}, or from --gpu)")
     for name, what, value in (
         ("--min-kernel-us", "duration of the smallest kernel", default.min_kernel_us),
         ("--collective-us", "host time of a collective's launch", default.collective_us),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(own: argparse.Namespace) -> None:
-    """Checks the values, and sets those that were not given.
+    """Checks the values, and sets the missing ones.
 
     Raises:
         UsageError: a value is out of range, or there is no folder for a file.
