@@ -56,6 +56,8 @@ def main() -> None:
     folder = open_folder(args.folder.resolve())
     prepare(folder, _VOCAB, _MEGABYTES)
     found = origin("benchmarks.auto", environment=rank_environment(0))
+    output = args.output or RESULTS / f"auto-{found['date']}"
+    write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
     results = []
     for case in cases:
         watch = CpuWatch(rank_cores())
@@ -64,8 +66,7 @@ def main() -> None:
             measured = run_case(case, folder, between, args.turns, folder.root)
         seen = watch.found()
         results.append({**measured, "disturbance": {**asdict(seen), "is_disturbed": seen.is_disturbed}})
-    write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
-    write({**finished(found), "cases": results}, args.output or RESULTS / f"auto-{found['date']}")
+        write({**finished(found), "cases": results}, output)  # each time: an interruption keeps the cases before it
 
 
 if __name__ == "__main__":

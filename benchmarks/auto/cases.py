@@ -7,7 +7,8 @@ from megatron_lancet.errors import UsageError
 
 USERS, SAME = "off", "off-same"
 """Stock as a user has it; stock with the attention kernel and the transport of ours, which is the reference."""
-AUTO = "auto"
+AUTO, KEPT = "auto", "auto-kept"
+"""From nothing; with the profile that the first has kept."""
 MEGATRON, MEGATRON_DELAYED = "megatron-overlap", "megatron-overlap-delayed"
 
 
@@ -45,6 +46,7 @@ VARIANTS = {
         Variant(USERS, _OFF, "stock as a user has it", ("--own-messages",)),
         Variant(SAME, _OFF, "stock with our attention kernel and transport"),
         Variant(AUTO, (), "--lancet-plan auto, from nothing"),
+        Variant(KEPT, (), "the same with a kept profile"),
         Variant("k1-dedup", _fixed(1, dispatch="dedup"), "one chunk, deduplicated dispatch"),
         Variant("k2", _fixed(2), "two batch chunks"),
         Variant("k2-seq", _fixed(2, "sequence"), "two sequence chunks"),
@@ -70,6 +72,7 @@ class Case:
         topk: experts of a token, of ``experts``.
         experts: of a layer.
         te: Transformer Engine's layers in bf16, in place of local ones in fp32.
+        kept: whether ``auto`` also runs with a kept profile.
         flags: further flags of Megatron.
     """
 
@@ -79,12 +82,13 @@ class Case:
     topk: int = 2
     experts: int = 4
     te: bool = False
+    kept: bool = False
     flags: tuple[str, ...] = ()
 
     @property
     def variants(self) -> list[Variant]:
         """What runs in this case; the reference first."""
-        names = [SAME, USERS, AUTO, "k2", "k2-seq"]
+        names = [SAME, USERS, AUTO, *([KEPT] if self.kept else []), "k2", "k2-seq"]
         if self.topk > 1:
             names += ["k1-dedup", "k2-seq-dedup"]
         if self.micro_batches > 1:
@@ -96,14 +100,14 @@ class Case:
 
     def flags_of(self, variant: Variant) -> list[str]:
         """Flags by which a variant runs this case."""
-        same_kernel = _SDPA if variant.name not in (USERS, AUTO) and not self.te else ()
+        same_kernel = _SDPA if variant.name not in (USERS, AUTO, KEPT) and not self.te else ()
         return [*self.flags, *variant.flags, *same_kernel]
 
 
 CASES = {
     case.name: case
     for case in (
-        Case("45-m4", 0.45, 4),
+        Case("45-m4", 0.45, 4, kept=True),
         Case("45-m1", 0.45, 1),
         Case("45-m8", 0.45, 8),
         Case("20-m4", 0.20, 4),
@@ -112,7 +116,7 @@ CASES = {
         Case("45-m4-top1", 0.45, 4, topk=1),
         Case("45-m4-top4of8", 0.45, 4, topk=4, experts=8),
         Case("45-m4-skewed", 0.45, 4, flags=("--moe-aux-loss-coeff", "0")),
-        Case("45-m4-te", 0.45, 4, te=True),
+        Case("45-m4-te", 0.45, 4, te=True, kept=True),
         Case("45-m2-te", 0.45, 2, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
         Case("45-m4-documents", 0.45, 4, flags=("--dataloader-inter-document-masking",)),

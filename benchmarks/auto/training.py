@@ -1,13 +1,14 @@
 """All variants of a case, in turns of a few steps, on one link."""
 
 import re
+import shutil
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.auto.cases import AUTO, Case, Variant
+from benchmarks.auto.cases import AUTO, KEPT, Case, Variant
 from benchmarks.demo.folder import Folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, Link
@@ -50,7 +51,7 @@ def training_flags(folder: Folder, case: Case) -> list[str]:
         *("--micro-batch-size", str(SAMPLES_PER_RANK), "--global-batch-size", str(batch)),
         *("--train-iters", str(_NUM_STEPS), "--eval-interval", str(_NUM_STEPS + 1)),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder.tokenizer)),
-        *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache), "--lancet-cache", "off"),
+        *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache)),
         *(_TE_FLAGS if case.te else ()),
     ]
 
@@ -108,7 +109,7 @@ class Running:
             "tuning_ms": [round(step.step_ms, 2) for step in self.tuning],
             "losses": [step.loss for step in self.steps],
             "samples": [[_sample(step) for step in turn] for turn in self.measured],
-            "lines": lines_about_plans(self.job.log) if self.variant.name == AUTO else [],
+            "lines": lines_about_plans(self.job.log) if self.variant.name in (AUTO, KEPT) else [],
         }
 
 
@@ -129,6 +130,9 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
         UsageError: a training failed.
     """
     common = training_flags(folder, case)
+    profiles = logs / f"{case.name}-profiles"
+    shutil.rmtree(profiles, ignore_errors=True)
+    common += ["--lancet-cache", str(profiles)]
     with ExitStack() as stack:
 
         def start(variant: Variant) -> Running:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import simplicity
 from megatron_lancet.schedule.plan import ChunkDim, Plan
-from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, stats_of_rank, step_noise_ms
+from megatron_lancet.training.tuning.step_stats import (
+    MIN_NOISE_SHARE,
+    StepStats,
+    StepTimes,
+    stats_of_rank,
+    step_noise_ms,
+)
 
 NUM_FIRST_SETTLE_STEPS = 2
 """Unmeasured steps of a plan's first turn: the first allocates for it, and the second still finds uneven caches."""
@@ -20,6 +26,8 @@ MIN_TURNS = 2
 """A plan that looks slow in its first turn may have met a disturbance."""
 MAX_TURNS = 6
 """Plans that are as close as this after six turns may run either way."""
+_EQUAL_PART_OF_NOISE = 0.5
+"""Plans that are closer to the fastest than this part of the noise, about one standard error, count as equal."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,8 @@ class Race:
             out = ", ".join(f"{entry.candidate} ({own.step_ms:.1f} ms)" for entry, own in slower)
             self._lines.append(f"out after {num_turns} turns: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
         if num_turns >= MAX_TURNS:
-            kept = min(self._queue, key=lambda entry: _simplicity(entry.candidate.plan))
+            close = [entry for entry, own in stats if _are_equal(best, own)]
+            kept = min(close, key=lambda entry: _simplicity(entry.candidate.plan))
             self._leave([entry for entry in self._queue if entry is not kept])
         if len(self._queue) == 1:
             self._add_kernel()
@@ -185,6 +194,11 @@ class Race:
             f"the attention kernel makes a step without overlap {stock.step_ms / own.step_ms:.2f}x as fast: trying it "
             f"with {winner.candidate}"
         )
+
+
+def _are_equal(best: StepStats, own: StepStats) -> bool:
+    allowed_ms = max(MIN_NOISE_SHARE * best.step_ms, _EQUAL_PART_OF_NOISE * step_noise_ms(best, own))
+    return own.step_ms <= best.step_ms + allowed_ms
 
 
 def has_kernel(plan: Plan) -> bool:
