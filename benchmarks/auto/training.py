@@ -153,7 +153,6 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
         for one in running[1:]:
             say(f"      {one.variant.name}: first steps")
             one.settle()
-            one.run(TURN_STEPS)
         for number in range(num_turns):
             order = running[number % len(running) :] + running[: number % len(running)]
             for one in order:
@@ -177,7 +176,7 @@ def set_rate(reference: Running, share: float, link: Link) -> float:
     search = RateSearch(share, free.step_ms - free.waited_ms, free.waited_ms, steps[0].sent_bytes)
     for _ in range(_RATE_TURNS):
         link.set_rate(search.rate_bps)
-        steps = reference.run(2 * TURN_STEPS)[1:]
+        steps = reference.run(TURN_STEPS + 1)[1:]
         waited_ms = statistics.median(step.waited_ms for step in steps)
         compute_ms = statistics.median(step.step_ms - step.waited_ms for step in steps)
         say(f"      {search.rate_bps / 1e6:.0f} Mbit/s: stock waits {waited_ms / (waited_ms + compute_ms):.0%}")
