@@ -4,7 +4,6 @@ A flag is a field of a dataclass. ``training/arguments.py`` makes the parser fro
 parsed arguments; the dataclass refuses a value outside its range.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import StrEnum
@@ -37,15 +36,6 @@ class AttentionChoice(StrEnum):
     """Megatron's."""
     SDPA = "sdpa"
     """torch's fused kernel."""
-
-
-class CacheChoice(StrEnum):
-    """Folder of measured profiles, if the user names none."""
-
-    OFF = "off"
-    """Profiles are not kept."""
-    AUTO = "auto"
-    """The user's cache folder."""
 
 
 @dataclass(frozen=True)
@@ -134,32 +124,6 @@ class LancetConfig(CheckedFlags):
         help="write the report (report.json), the plan, the profile and the timeline of a step (timeline.html, "
         "trace.json) to DIR.",
     )
-    # The standard error of the median of ten steps is 0.4 standard deviations of a step.
-    tune_steps: int = flag(
-        10,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        help="training steps that auto measures at a time once it has a plan; a turn in the race of plans measures a "
-        "third of them (default: {default}).",
-    )
-    cache: CacheChoice | Path = flag(
-        CacheChoice.AUTO,
-        read=word_or_path(CacheChoice),
-        metavar="DIR",
-        unchecked="",
-        help="folder of measured profiles, which later runs of the same model on the same device use; off: no "
-        "folder. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
-    )
-    profile: Path | None = flag(
-        None,
-        not_with_spec="; use tools/profile_model.py.",
-        read=Path,
-        metavar="FILE",
-        unchecked="",
-        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and exit; "
-        "tools/profile_model.py sets this flag.",
-    )
 
     features: tuple[Feature, ...] = field(default=(), compare=False)
     """Optional features of the run."""
@@ -175,18 +139,6 @@ class LancetConfig(CheckedFlags):
     def dw_memory_bytes(self) -> int | None:
         """Bytes that deferred weight gradients may keep alive on a rank; None for no bound."""
         return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
-
-    @property
-    def cache_dir(self) -> Path | None:
-        """Folder of measured profiles; None if profiles are not kept."""
-        if isinstance(self.cache, Path):
-            return self.cache
-        if self.cache is CacheChoice.OFF:
-            return None
-        try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-lancet"
-        except RuntimeError:  # no home, as in some containers
-            return None
 
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""

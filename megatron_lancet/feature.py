@@ -17,6 +17,7 @@ from megatron_lancet.flags import CheckedFlags
 
 if TYPE_CHECKING:
     from megatron_lancet.config import LancetConfig
+    from megatron_lancet.planning.profile import Profile
     from megatron_lancet.planning.search.search_space import Limits
     from megatron_lancet.schedule.dispatch import Dispatch
     from megatron_lancet.schedule.plan import Plan
@@ -29,8 +30,8 @@ class RunFacts:
 
     Attributes:
         args: Megatron's arguments, validated.
-        plan: the fixed plan, or the fallback of a tuned run; None for stock modules.
-        is_tuned: whether the run finds its plan while it trains.
+        plan: the fixed plan, or the fallback of a run that finds its plan; None for stock modules.
+        plan_changes: whether the plan may change between two steps.
         device: device of this rank, a torch.device; None where it is not known, as in a dry run.
         is_dry_run: whether the run is only described, so that its files may be on another machine.
     """
@@ -38,7 +39,7 @@ class RunFacts:
     args: argparse.Namespace
     config: "LancetConfig"
     plan: "Plan | None"
-    is_tuned: bool = False
+    plan_changes: bool = False
     device: Any = None
     is_dry_run: bool = False
 
@@ -175,6 +176,28 @@ class ActiveFeature:
         return ()
 
 
+class Steering(ActiveFeature):
+    """Chooses the plan of each step of a run that overlaps. This one keeps the first plan.
+
+    Its lines stand behind the plan's line in the report: how the plan was found.
+
+    Attributes:
+        writes_only: whether the run ends with a file and without a report.
+        profile: the profile behind the plan, on rank 0; None without one.
+    """
+
+    writes_only = False
+
+    @property
+    def profile(self) -> "Profile | None":
+        """See the class."""
+        return None
+
+    def is_settled(self) -> bool:
+        """Whether the run has its final plan; the same on all ranks."""
+        return True
+
+
 class Feature:
     """An optional part of a run. Every method may be left out.
 
@@ -218,6 +241,38 @@ class Feature:
     def missing_seams(self) -> Iterator[str]:
         """Yields what the feature uses of Megatron's internals, and this Megatron lacks."""
         yield from ()
+
+    def ends_run(self, config: "LancetConfig") -> str:
+        """A flag of the feature with which a run ends after a few steps, for messages; empty where it does not."""
+        return ""
+
+    def changes_plan(self, args: argparse.Namespace, config: "LancetConfig") -> bool:
+        """Whether the plan of a run that overlaps may change between two steps.
+
+        Raises:
+            UsageError: the run does not allow what the user asks for.
+        """
+        return False
+
+    def announced(self, facts: RunFacts, line: str) -> "tuple[str, Limits | None]":
+        """Called where the plan may change.
+
+        Args:
+            line: the fixed plan and its source.
+
+        Returns:
+            The line for the user, and the limits of the plans that may be found; None where the fixed plan stays.
+        """
+        return line, None
+
+    def steer(self, run: Any, plan: "Plan") -> Steering | None:
+        """Called before the model is built; what chooses the plan of each step, None where the feature does not.
+
+        Args:
+            run: :class:`~megatron_lancet.training.run.OverlappedRun`, whose setup and recorder are made.
+            plan: the fixed plan.
+        """
+        return None
 
     def flags_for_overlap(self, config: "LancetConfig") -> Iterator[str]:
         """Yields the flags, with their values, that ask for what only a plan can have."""

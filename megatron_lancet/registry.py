@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_lancet.schedule.dispatch import Dispatch
 
 _FEATURES: tuple[str, ...] = (
+    "megatron_lancet.features.tuning.feature:TUNING",
     "megatron_lancet.features.tiles.feature:TILES",
     "megatron_lancet.features.pairing.feature:PAIRING",
     "megatron_lancet.features.two_hop.feature:NODES",

@@ -86,6 +86,13 @@ class Case:
     flags: tuple[str, ...] = ()
 
     @property
+    def described(self) -> str:
+        """The training in a few words."""
+        batches = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+        layers = "Transformer Engine's layers in bf16" if self.te else "local layers in fp32"
+        return f"{batches}, top-{self.topk} of {self.experts}, {layers}"
+
+    @property
     def variants(self) -> list[Variant]:
         """What runs in this case; the reference first."""
         names = [SAME, USERS, AUTO, *([KEPT] if self.kept else []), "k2-seq"]

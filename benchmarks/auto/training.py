@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.auto.cases import AUTO, KEPT, Case, Variant
-from benchmarks.demo.folder import Folder
+from benchmarks.demo.folder import REPOSITORY, Folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, Link
 from benchmarks.demo.steps import RankStep, Step, medians
@@ -163,7 +163,7 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "share": case.share,
             "rate_bps": rate_bps,
             "micro_batches": case.micro_batches,
-            "flags": [*common, *case.flags],
+            "flags": [flag.removeprefix(f"{REPOSITORY}/") for flag in (*common, *case.flags)],
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},
         }

@@ -40,6 +40,7 @@ from benchmarks.quoted.tiles import TABLES as TILES_TABLES
 
 _REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = (
+    _REPOSITORY / "README.md",
     _REPOSITORY / "docs" / "performance.md",
     _REPOSITORY / "docs" / "gpus.md",
     *(_REPOSITORY / "docs" / "features" / f"{name}.md" for name in ("bins", "dispatch", "placement")),

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_lancet.atomic import atomic_write
 from megatron_lancet.files import from_plain, to_plain
 from megatron_lancet.report.exposed import ExposedTable
-from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 
 NUM_REPORT_WARM_UP_STEPS = 3
@@ -93,8 +92,12 @@ def summarise(
     }
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """Returns the report as a few lines of text."""
+def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
+    """Returns the report as a few lines of text.
+
+    Args:
+        source: lines on how the plan was found.
+    """
     step_ms = report["step_ms"]
     exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
     before = report["first_step"] - 1
@@ -102,7 +105,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [
         f"Megatron-Lancet report: medians over steps {steps}",
         f"  plan               {report['plan']}",
-        *(tuning_text(report["tuning"]) if "tuning" in report else ()),
+        *(f"  {line}" for line in source),
         f"  throughput         {report['tokens_per_s']:.0f} tokens/s",
         f"  step               {step_ms:.1f} ms",
         f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",

@@ -322,3 +322,8 @@ def fixed_plan(
     )
     window = segment.all_to_alls_per_layer(dispatch) if dw_policy is DwPolicy.FILL else 0
     return Plan((segment,), dw_policy, window, dw_memory_bytes, dispatch=dispatch)
+
+
+def plan_without_overlap() -> Plan:
+    """One chunk, every weight gradient at once: stock's arithmetic, to the bit."""
+    return fixed_plan(1, DwPolicy.NONE)

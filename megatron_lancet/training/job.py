@@ -33,7 +33,6 @@ from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
 from megatron_lancet.training.run import RunChoice, choose_run, enter_run
-from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
 def run_job(
@@ -59,7 +58,6 @@ def run_job(
     check_seams()
     args, config = _read_arguments(device, features)
     choice = choose_run(args, config, device)
-    check_can_profile(args, config, choice.plan)
     say(f"Megatron-Lancet plan: {choice.line}")
     for feature in config.features:
         for line in feature.announce(choice.facts):

@@ -8,23 +8,19 @@ from datetime import timedelta
 import torch
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.feature import ActiveFeature, RunFacts
+from megatron_lancet.feature import ActiveFeature, RunFacts, Steering
+from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.megatron import checkpoint_patches, patches
+from megatron_lancet.schedule.plan import Plan, plan_without_overlap
+from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.tuning.announcement import announced_plan
-from megatron_lancet.training.tuning.autotune import AutoTune
-from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
-from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.training.tuning.profile_to_file import ProfileToFile
+from megatron_lancet.training.plan.select import choose_plan
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.dev
         UsageError: the user asks for something that the run does not allow.
     """
     plan, line = choose_plan(args, config)
-    line = announced_plan(args, config, plan, line)
     facts = facts_of_run(args, config, plan, device)
     check_features(facts)
+    line, _ = announced(facts, line)
     return RunChoice(facts, f"{line}{notes_of_features(facts)}")
 
 
@@ -69,8 +65,21 @@ def facts_of_run(
     Args:
         device: device of this rank; None in a dry run.
     """
-    tuned = plan is not None and is_tuned(args, config)
-    return RunFacts(args, config, plan, tuned, device, is_dry_run=device is None)
+    changes = plan is not None and any(feature.changes_plan(args, config) for feature in config.features)
+    return RunFacts(args, config, plan, changes, device, is_dry_run=device is None)
+
+
+def announced(facts: RunFacts, line: str) -> tuple[str, Limits | None]:
+    """The plan of a run for the user, and the limits of the plans that it may find; None where it finds none.
+
+    Args:
+        line: the fixed plan and its source.
+    """
+    limits: Limits | None = None
+    for feature in facts.config.features if facts.plan_changes else ():
+        line, found = feature.announced(facts, line)
+        limits = found or limits
+    return line, limits
 
 
 def check_features(facts: RunFacts) -> None:
@@ -119,10 +128,9 @@ class Run:
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         self.facts, self.config, self.device = choice.facts, choice.facts.config, device
-        num_kept = self.config.tune_steps
         self.stats = CommStats(device)
         self._features: list[ActiveFeature] = []
-        self.recorder = StepRecorder(self.facts.args, device, self.stats, num_kept, self._features)
+        self.recorder = StepRecorder(self.facts.args, device, self.stats, self._features)
 
     def _start_features(self) -> None:
         """Lets features join the run, which must be complete otherwise."""
@@ -152,52 +160,43 @@ class StockRun(Run):
 
 
 class OverlappedRun(Run):
-    """A run of the overlapping block: under a fixed plan, while it is profiled, or while it finds its plan.
+    """A run of the overlapping block, under a fixed plan or under plans that change between two steps.
 
     ``setup`` is a hook for Megatron's model builder. The constructor raises a UsageError if the user asks for something
     that the run does not allow.
 
     Attributes:
         setup: the hook.
+        steering: chooses the plan of each step.
         traced: traces steps for the report; None without ``--lancet-report``.
-        is_settled: returns whether the run has its final plan; the same on all ranks.
-        makes_profile: whether the run only writes a profile.
     """
 
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
         super().__init__(choice, device)
         args, config = choice.facts.args, choice.facts.config
-        self._choice = choice
-        self._maker: ProfilingPlanMaker | None = None
-        self._tuner: AutoTune | None = None
         self.traced: TracedSteps | None = None
-        profiles = self.makes_profile = config.profile is not None
+        changes = choice.facts.plan_changes
         self.setup = OverlapSetup(
-            plan_without_overlap() if choice.facts.is_tuned else plan,
+            plan_without_overlap() if changes else plan,
             device,
             self.stats,
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
-            switchable=profiles or choice.facts.is_tuned,
+            switchable=changes,
             features=self._features,
             same_on_all_ranks=config.same_on_all_ranks(),
         )
-        self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
-        if choice.facts.is_tuned:
-            controller = TuningController(config.tune_steps)
-            self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
-            self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
-        is_settled = self.is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-        if config.report_dir is not None and not profiles:
-            self.traced = TracedSteps(self.setup, self.recorder, device, is_settled)
+        steering = (feature.steer(self, plan) for feature in config.features)
+        self.steering = next((one for one in steering if one is not None), Steering())
+        if config.report_dir is not None and not self.steering.writes_only:
+            self.traced = TracedSteps(self.setup, self.recorder, device, self.is_settled)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(position_class().steps(lambda: self.setup.stages))
-        if self._tuner is not None:
-            stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
+        self.steering.enter(stack)
         for feature in self._features:
             feature.enter(stack)
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
@@ -205,15 +204,19 @@ class OverlappedRun(Run):
     def _step_hooks(self) -> list[StepHook]:
         """The hooks around each training step, the outermost first.
 
-        The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
-        records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
+        The steering is outermost: it chooses the step's plan before it begins, and reads the others' records after it.
+        The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        parts = self._tuner, self._profile, self.traced, *self._features
+        parts = self.steering, self.traced, *self._features
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 
+    def is_settled(self) -> bool:
+        """Whether the run has its final plan; the same on all ranks."""
+        return self.steering.is_settled()
+
     def report(self) -> None:
-        """Print and write the closing report, unless the run made a profile. Collective over all ranks."""
-        if self._profile is None:
-            found = self.traced, self._tuner, self._maker, self._features
+        """Print and write the closing report, unless the run only writes a file. Collective over all ranks."""
+        if not self.steering.writes_only:
+            found = self.traced, self.steering, self._features
             report_overlap(self.recorder, self.setup, self.config.report_dir, *found)

@@ -24,7 +24,7 @@ STEP = (
     "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --transformer-impl local "
     "--disable-bias-linear --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 --train-iters 1 --eval-iters 0 "
     "--eval-interval 1000 --split 9,1,0 --tokenizer-type NullTokenizer --vocab-size 500 --num-workers 0 "
-    "--lancet-cache off --lancet-num-chunks 2"
+    "--lancet-num-chunks 2"
 ).split()
 
 

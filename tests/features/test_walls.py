@@ -30,6 +30,7 @@ ALIASES = {
     "row_bound": ("row bound", "row limit", "expert rows", "split chunks", "rounds"),
     "te": ("te", "transformer engine"),
     "tiles": ("tile", "tiled", "tiling"),
+    "tuning": ("tune", "tuner", "tuned"),
     "two_hop": ("two hops", "hop", "hops", "node", "nodes"),
 }
 """Further names of each feature, in words."""

@@ -33,6 +33,7 @@ from megatron_lancet.data.encode import (
 from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.data.jsonl import iter_line_batches
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.tuning.tuned_plan import TunedPlan
 from megatron_lancet.files import RecordError
 from megatron_lancet.inference.checkpoint_reader import find_checkpoint, read_run
 from megatron_lancet.inference.evaluate import read_stream
@@ -40,7 +41,6 @@ from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.profiler import cache
-from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced
 from tests.draws import examples
 from tests.unit.report import steps
@@ -204,7 +204,7 @@ def test_damaged_trace_files_are_refused_or_read(folder):
 
 
 def test_damaged_tuned_plans_in_checkpoints_are_refused_or_read():
-    from tests.unit.training.tuning.test_tuned_plan import TUNED
+    from tests.features.tuning.test_tuned_plan import TUNED
 
     @fuzzed(150)
     @given(damaged_json(TUNED.to_json().encode()))

@@ -32,10 +32,10 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import StepTimes, over_ranks, stats_of_rank, step_noise_ms
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.tuning.step_stats import StepTimes, over_ranks, stats_of_rank, step_noise_ms
 
 FLAG = "--lancet-rebalance-interval"
 PLACEMENT_FILE = "expert_placement.json"
@@ -64,9 +64,10 @@ def check_can_rebalance(args: argparse.Namespace, config: LancetConfig, plan: Pl
             f"spreads it over {num_replicas} ranks. Drop one of the two, or change slots at a restart with "
             "--lancet-expert-placement."
         )
+    ending = next((text for feature in config.features if (text := feature.ends_run(config))), "")
     for other, is_given in {
         "a mocked world, where no other rank has a load": is_mocked(args),
-        "--lancet-profile, which ends the run": config.profile is not None,
+        f"{ending}, which ends the run": bool(ending),
         f"--optimizer {args.optimizer}": args.optimizer not in _OPTIMIZERS,
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,

@@ -31,14 +31,14 @@ from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.memory_budget import USABLE_SHARE, least_room_bytes
 from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import OverlappedRun, Run
 from megatron_lancet.training.saved_tensors import expert_row_bytes
-from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
-from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_room_bytes
 
 FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2
@@ -271,14 +271,14 @@ class ReceivedRows(NoBound):
                     f"{self._comm.settings.max_expert_rows} rows); sent in {split.num_rounds} rounds. Further splits "
                     "appear in the report"
                 )
-        if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_TUNING_WARM_UP_STEPS:
+        if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_WARM_UP_STEPS:
             self._is_measured = True
             self._bound()
         return result
 
     def _bound(self) -> None:
         """Collective over all ranks."""
-        args, steps = self._args, self._recorder.records[-NUM_TUNING_WARM_UP_STEPS:]
+        args, steps = self._args, self._recorder.records[-NUM_WARM_UP_STEPS:]
         num_micro_batches = get_num_microbatches()
         num_stages = args.pipeline_model_parallel_size
         # With virtual stages the first rank keeps less than two micro-batches of each pipeline rank.

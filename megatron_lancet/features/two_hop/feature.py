@@ -65,8 +65,7 @@ class NodesFeature(Feature):
         if not isinstance(run, OverlappedRun) or run.facts.plan is None:
             return None
         args, config = run.facts.args, run.config
-        may_change = config.profile is not None or run.facts.is_tuned
-        nodes, layout = nodes_to_connect(args, config, run.facts.plan, may_change), nodes_of(args, config)
+        nodes, layout = nodes_to_connect(args, config, run.facts.plan, run.facts.plan_changes), nodes_of(args, config)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         return ActiveNodes(nodes, run.device, run.stats, timeout, layout if isinstance(layout, Nodes) else None)
 

@@ -55,7 +55,7 @@ class Causes(Feature):
         if not isinstance(run, OverlappedRun):
             return None
         interval = run.config.of(CausesFlags).diagnose_interval
-        if not interval or run.makes_profile:
+        if not interval or run.steering.writes_only:
             return ActiveCauses(run, None)
         return ActiveCauses(run, CauseWatch(run.setup, run.recorder, run.device, run.is_settled, interval))
 

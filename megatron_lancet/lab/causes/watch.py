@@ -20,10 +20,10 @@ from megatron_lancet.lab.causes.traced import CannotReplay, TracedRank
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.scalars import PREFIX, ScalarWriter
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.observe.traced_steps import traced_step
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
 
 
 class CauseWatch:
@@ -66,7 +66,7 @@ class CauseWatch:
 
     def _is_turn(self) -> bool:
         comm = self._setup.stages[0].decoder.comm
-        if comm.trace is not None or not self._is_settled() or self._recorder.num_steps < NUM_TUNING_WARM_UP_STEPS:
+        if comm.trace is not None or not self._is_settled() or self._recorder.num_steps < NUM_WARM_UP_STEPS:
             return False
         return self._recorder.iteration % self._interval == 0
 

@@ -115,7 +115,7 @@ _RUN = (
     f"--micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES} --lr 1e-5 --train-iters 1 --eval-iters 0 "
     "--eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 1 "
     "--num-workers 0 --clip-grad 1e9 --init-method-std 0.1 --hidden-dropout 0 "
-    "--attention-dropout 0 --transformer-impl local --lancet-cache off"
+    "--attention-dropout 0 --transformer-impl local"
 ).split()
 _NO_MASK = ["--no-create-attention-mask-in-dataloader"]
 

@@ -9,11 +9,8 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.run import check_features, facts_of_run, notes_of_features
-from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
-from megatron_lancet.training.tuning.profile_to_file import check_can_profile
+from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.run import announced, check_features, facts_of_run, notes_of_features
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,13 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     plan, line = choose_plan(args, config)
     facts = facts_of_run(args, config, plan, device=None)
     check_features(facts)
-    check_can_profile(args, config, plan)
     if plan is None:
         return DescribedPlan([line], is_stock=True)
-    lines, limits = [line], None
-    if is_tuned(args, config):
-        num_steps = num_tuning_steps(args, config)
-        if args.train_iters is not None and args.train_iters < num_steps:
-            lines = [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
-        else:
-            limits = planning_limits(args, config)
-            lines = [announced_plan(args, config, plan, line), *_tuning_lines(limits, config)]
-            lines += [note for feature in config.features for note in feature.choice_notes(args, config)]
+    line, limits = announced(facts, line)
+    lines = [line]
+    if limits is not None:
+        lines += _choice_lines(limits, config)
+        lines += [note for feature in config.features for note in feature.choice_notes(args, config)]
     lines[0] += f"{notes_of_features(facts)}"
     lines += [line for feature in config.features for line in feature.missing_files(config)]
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
@@ -69,7 +61,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     return DescribedPlan(lines, plan=plan, limits=limits)
 
 
-def _tuning_lines(limits: Limits, config: LancetConfig) -> Iterator[str]:
+def _choice_lines(limits: Limits, config: LancetConfig) -> Iterator[str]:
     yield "auto measures steps before and after the change, and keeps the plan only if it pays"
     dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
     of_features = "".join(f"; {text}" for feature in config.features if (text := feature.choices(limits)))

@@ -15,10 +15,9 @@ from megatron_lancet.lab.modelled_step.settings import ModelledRun, modelled_run
 from megatron_lancet.lab.views.html import write_page
 from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.report.timeline_record import TimelineRecord
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.training.tuning.controller import plan_without_overlap
 
 _PAIRED_STEP = 4
 """Micro-batches of the longer step in pairs: two of them, and one less in the shorter step, have two partners."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_lancet.feature import ActiveFeature
+from megatron_lancet.feature import ActiveFeature, Steering
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
@@ -22,8 +22,6 @@ from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.tuning.autotune import AutoTune
-from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
 
 PLAN_FILE = "plan.json"
 PROFILE_FILE = "profile.json"
@@ -34,8 +32,7 @@ def report_overlap(
     setup: OverlapSetup,
     folder: Path | None,
     traced: TracedSteps | None = None,
-    tuner: AutoTune | None = None,
-    maker: ProfilingPlanMaker | None = None,
+    steering: Steering | None = None,
     features: Sequence[ActiveFeature] = (),
 ) -> None:
     """Report a run that overlaps. Collective over all ranks; rank 0 prints and writes.
@@ -43,19 +40,17 @@ def report_overlap(
     Args:
         folder: folder for the files; None writes no files.
         traced: the traced steps; None if no step was traced.
-        tuner: the tuner that has found the plan; None if the plan was given.
-        maker: holds the profile with which the plan was made; None if the plan was given.
+        steering: has found the plan, with a profile; None if the plan was given.
         features: the run's features, with keys, lines and files of their own.
     """
-    profile = maker.profile if maker is not None else None
+    profile = steering.profile if steering is not None else None
     timelines = traced.gather(str(setup.plan)) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    summary = tuner.summary() if tuner is not None else None
     name = setup.stages[0].decoder.comm.named(setup.plan)
-    recorder.report(setup.plan, folder, name, summary, table)
+    recorder.report(setup.plan, folder, name, steering, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")

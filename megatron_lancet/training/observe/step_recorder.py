@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron_lancet.feature import ActiveFeature
+from megatron_lancet.feature import ActiveFeature, Steering
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import (
     StepRecord,
@@ -59,7 +59,6 @@ class StepRecorder:
         args: argparse.Namespace,
         device: torch.device,
         stats: CommStats,
-        num_kept: int,
         features: Sequence[ActiveFeature] = (),
     ) -> None:
         """
@@ -74,7 +73,11 @@ class StepRecorder:
         self._open: _OpenStep | None = None
         self.num_done = 0
         self._first = 0
-        self._num_kept = max(_MIN_KEPT, num_kept)
+        self._num_kept = _MIN_KEPT
+
+    def keep(self, num_steps: int) -> None:
+        """Keeps the records of at least so many steps."""
+        self._num_kept = max(self._num_kept, num_steps)
 
     @property
     def records(self) -> list[StepRecord]:
@@ -155,7 +158,7 @@ class StepRecorder:
         plan: Plan | None,
         folder: Path | None,
         name: str = "off",
-        tuning: dict[str, Any] | None = None,
+        steering: Steering | None = None,
         exposed: ExposedTable | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
@@ -164,7 +167,7 @@ class StepRecorder:
             plan: plan of the last steps; None for stock modules.
             folder: folder for report.json; None writes no file.
             name: text of the plan.
-            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
+            steering: has found the plan; None if the plan was given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
         records = self.records
@@ -176,7 +179,8 @@ class StepRecorder:
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
-        found = [feature.summary() for feature in self._features]
+        steering = steering or Steering()
+        found = [one.summary() for one in (steering, *self._features)]
         if dist.get_rank() != 0:
             return
         report = summarise(
@@ -187,11 +191,9 @@ class StepRecorder:
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
         )
-        if tuning is not None:
-            report["tuning"] = tuning
         for summary in found:
             report |= summary
         lines = [line for feature in self._features for line in feature.lines(report)]
-        say("\n".join([as_text(report), *(f"  {line}" for line in lines)]))
+        say("\n".join([as_text(report, steering.lines(report)), *(f"  {line}" for line in lines)]))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")

@@ -9,11 +9,11 @@ from megatron.core import parallel_state
 
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.runtime.trace import StepTrace, Trace
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.schedule.timeline import RankTimeline
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS, plan_without_overlap
 
 MAX_RANKS = 16
 """Maximum number of lanes that are readable: a larger world shows only ranks of rank 0's expert-parallel group."""
@@ -61,12 +61,12 @@ class TracedSteps:
         """Run a training step, and trace it if it is one for the report."""
         num_steps, plan = self._recorder.num_steps, self._setup.plan
         if self._is_settled():
-            if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == plan:
+            if num_steps < NUM_WARM_UP_STEPS or self._plan == plan:
                 return step()
             result, self.last = traced_step(self._setup, self._device, step)
             self._plan, self.iteration = plan, self._recorder.iteration
             return result
-        if self._before is None and num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
+        if self._before is None and num_steps == NUM_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
             result, self._before = traced_step(self._setup, self._device, step)
             return result
         return step()

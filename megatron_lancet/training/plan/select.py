@@ -16,7 +16,6 @@ from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
     ChunkedDim,
     chunked_dim,
-    planning_limits,
     routing_over_full_micro_batch,
     sequence_blockers,
     sequence_refusal,
@@ -160,22 +159,3 @@ def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
     if chunked and (args.hidden_dropout > 0 or args.attention_dropout > 0):
         return ["dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance"]
     return []
-
-
-def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether a run that overlaps tunes its plan; otherwise the plan of :func:`choose_plan` runs from the start.
-
-    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if there is nothing to
-    choose: micro-batches can neither be cut nor paired, rows have no tiles, every dW runs at once, and one kind of
-    dispatch is allowed.
-
-    Raises:
-        UsageError: the run does not allow what the user asks for.
-    """
-    if config.plan is not PlanChoice.AUTO or config.num_chunks is not None or config.profile is not None:
-        return False
-    limits = planning_limits(args, config)
-    can_be_cut = any(chunked_dim(args, config, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    may_tile = limits.tiles is None or any(limits.tiles)
-    has_choice = can_be_cut or may_tile or True in limits.pairing or len(limits.dispatches) > 1
-    return has_choice or limits.dw_policies != (DwPolicy.NONE,)

@@ -352,7 +352,7 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
         validated: see :func:`unsupported`.
     """
     needs_plan = any(feature.needs_plan(config) for feature in config.features)
-    wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
+    wants_overlap = config.explicit_plan_flags() or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:
         return []
     found = unsupported(args, validated)

@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.features.tuning import controller
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan, plan_without_overlap
 from megatron_lancet.training.pretrain import main
-from megatron_lancet.training.tuning import controller
-from megatron_lancet.training.tuning.controller import plan_without_overlap
 from tests.ranks.pretrain_worker import recording
 
 
@@ -61,9 +60,9 @@ class ScriptedMaker:
         return 1
 
     def make(self):
+        from megatron_lancet.features.tuning.controller import Planned
+        from megatron_lancet.features.tuning.race import Candidate
         from megatron_lancet.planning.estimate import StepEstimate
-        from megatron_lancet.training.tuning.controller import Planned
-        from megatron_lancet.training.tuning.race import Candidate
 
         answer = self._answers.pop(0)
         finalists = tuple(Candidate(plan_of(text), prediction=StepEstimate(50.0, 1.0)) for text in answer)

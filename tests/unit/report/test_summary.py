@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_lancet.features.two_hop.feature import ActiveNodes
+from megatron_lancet.features.tuning.report import tuning_text
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.schedule.nodes import Nodes
@@ -77,7 +78,7 @@ def test_summary_text_says_how_the_plan_was_found():
     report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5, first_step=21)
     figures = {"step_ms": 150.0, "exposed_ms": 40.0}
     tuning = {"how": "planned", "num_plans": 2, "baseline": figures, "predicted": None, "chosen": figures}
-    text = as_text({**report, "tuning": tuning})
+    text = as_text(report, tuning_text(tuning))
     assert "medians over steps 24 to 25" in text
     assert (
         "  tuning             planned, planned 2 times\n"

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.ep_resize.feature import EpResizeFlags
 from megatron_lancet.features.pairing.feature import PairingChoice, PairingFlags
 from megatron_lancet.features.row_bound.feature import RowBoundFlags, RowLimitChoice
 from megatron_lancet.features.tiles.feature import TilesFlags
+from megatron_lancet.features.tuning.flags import CacheChoice, TuningFlags
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.registry import features
@@ -33,15 +34,13 @@ def command_line(monkeypatch):
 
 
 def test_megatrons_and_our_flags_are_parsed(command_line):
-    wishes = ["--lancet-num-chunks", 3, "--lancet-dw-policy", "none", "--lancet-report", "out", "--lancet-cache", "off"]
+    wishes = ["--lancet-num-chunks", 3, "--lancet-dw-policy", "none", "--lancet-report", "out"]
     command_line("--num-layers", 4, *wishes)
     args, config = arguments.parse()
     assert args.num_layers == 4
-    assert config == LancetConfig(
-        PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"), cache=CacheChoice.OFF
-    )
-    command_line("--lancet-dw-memory-mb", 0.5, "--lancet-tune-steps", 3, "--lancet-cache", "here")
-    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache=Path("here"))
+    assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
+    command_line("--lancet-dw-memory-mb", 0.5)
+    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +63,6 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-dw-policy none", {"dw_policy": DwPolicy.NONE}),
         ("--lancet-dw-memory-mb 0.5", {"dw_memory_mb": 0.5}),
         ("--lancet-report out", {"report_dir": Path("out")}),
-        ("--lancet-tune-steps 3", {"tune_steps": 3}),
-        ("--lancet-cache off", {"cache": CacheChoice.OFF}),
-        ("--lancet-cache here", {"cache": Path("here")}),
-        ("--lancet-profile file.json", {"profile": Path("file.json")}),
         *((f"--lancet-dispatch {choice}", {"dispatch": choice}) for choice in Dispatch.known().values()),
         ("--lancet-dispatch auto", {}),
     ],
@@ -88,6 +83,10 @@ def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
         ("--lancet-separate-expert-grads", EpResizeFlags(separate_expert_grads=True)),
         *((f"--lancet-pairing {choice}", PairingFlags(choice)) for choice in PairingChoice),
         *((f"--lancet-tiles {number}", TilesFlags(number)) for number in (0, 4)),
+        ("--lancet-tune-steps 3", TuningFlags(tune_steps=3)),
+        ("--lancet-cache off", TuningFlags(cache=CacheChoice.OFF)),
+        ("--lancet-cache here", TuningFlags(cache=Path("here"))),
+        ("--lancet-profile file.json", TuningFlags(profile=Path("file.json"))),
         ("--lancet-pairing auto", PairingFlags()),
         ("--lancet-tiles auto", TilesFlags()),
     ],
@@ -145,13 +144,12 @@ def test_version_flag_prints_the_version(command_line, capsys):
     assert capsys.readouterr().out == f"megatron-lancet {__version__}\n"
 
 
-def test_profile_cache_defaults_to_the_users_cache_folder(command_line, monkeypatch):
-    command_line()
+def test_profile_cache_defaults_to_the_users_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert arguments.parse()[1].cache_dir == Path("/cache/megatron-lancet")
+    assert TuningFlags().cache_dir == Path("/cache/megatron-lancet")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert arguments.parse()[1].cache_dir == Path("/home/somebody/.cache/megatron-lancet")
+    assert TuningFlags().cache_dir == Path("/home/somebody/.cache/megatron-lancet")
 
 
 @pytest.mark.parametrize(
@@ -262,9 +260,9 @@ def test_megatrons_assert_without_message_shows_its_condition():
 def test_flags_for_another_programs_command_line():
     words = ["--lancet-num-chunks", "3", "--lancet-cache", "off", "--lancet-comm-priority", "all-to-all-first"]
     config = arguments.config_from_words(words, features())
-    assert (config.num_chunks, config.cache) == (3, CacheChoice.OFF)
+    assert (config.num_chunks, config.of(TuningFlags).cache) == (3, CacheChoice.OFF)
     assert config.of(CommPriorityFlags).comm_priority is CommPriority.ALL_TO_ALL_FIRST
     with pytest.raises(UsageError, match=r"--lancet-num-chunk 3.*did you mean --lancet-num-chunks"):
         arguments.config_from_words(["--lancet-num-chunk", "3"])
     with pytest.raises(UsageError, match="expects at least 1"):
-        arguments.config_from_words(["--lancet-tune-steps", "0"])
+        arguments.config_from_words(["--lancet-tune-steps", "0"], features())

@@ -16,7 +16,7 @@ from megatron_lancet.profiler import links, slowdown
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun
 from megatron_lancet.schedule.plan import Plan, fixed_plan
-from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
+from megatron_lancet.training.plan.memory_budget import least_room_bytes, memory_bound_bytes
 
 _PLANS = (fixed_plan(1), fixed_plan(2))
 _VIRTUAL_MEMORY_BYTES = 1 << 33

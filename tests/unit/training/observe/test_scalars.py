@@ -48,7 +48,7 @@ def recorder_of(monkeypatch, args: SimpleNamespace) -> StepRecorder:
     monkeypatch.setattr(step_recorder, "get_num_microbatches", lambda: 2)
     vars(args).update(micro_batch_size=4, data_parallel_size=2, seq_length=128, curr_iteration=0, lancet_tune_steps=10)
     device = torch.device("cpu")
-    return StepRecorder(args, device, CommStats(device), num_kept=10)
+    return StepRecorder(args, device, CommStats(device))
 
 
 @pytest.mark.parametrize(("interval", "iterations"), [(1, [1, 2, 3, 4]), (2, [2, 4])])

@@ -25,7 +25,7 @@ class Run:
         self.stats = CommStats(torch.device("cuda"))
         sizes = {"micro_batch_size": 4, "data_parallel_size": 2, "seq_length": 128}
         self.args = SimpleNamespace(**sizes, curr_iteration=0, tensorboard_log_interval=interval)
-        self.recorder = StepRecorder(self.args, torch.device("cuda"), self.stats, num_kept=10)
+        self.recorder = StepRecorder(self.args, torch.device("cuda"), self.stats)
         self.scalars: list[tuple[float, int]] = []
 
     def step(self) -> None:

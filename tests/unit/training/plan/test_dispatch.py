@@ -10,6 +10,7 @@ from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.pairing.feature import PairingChoice
+from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.features.two_hop.feature import nodes_to_connect, unknown_nodes_note
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
@@ -19,7 +20,7 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.run import choose_run
 from tests.unit.training.configs import changed, config_with
 from tests.unit.training.validated import parsed
@@ -207,7 +208,7 @@ def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp
         "no plan": (None, {"plan": PlanChoice.OFF}),
     }
     for name, (expected, changes) in cases.items():
-        assert _connected(args, replace(ON_NODES, **changes)) == expected, name
+        assert _connected(args, changed(ON_NODES, **changes)) == expected, name
     assert _connected(args, config_with()) is None
 
 
@@ -216,7 +217,7 @@ def _connected(args, config):
     facts = choose_run(args, config, CPU).facts
     if facts.plan is None:
         return None
-    return nodes_to_connect(args, config, facts.plan, facts.is_tuned or config.profile is not None)
+    return nodes_to_connect(args, config, facts.plan, facts.plan_changes)
 
 
 IMPOSSIBLE = {

@@ -6,13 +6,14 @@ from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.pairing.feature import PairingChoice
+from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 

@@ -8,10 +8,11 @@ import pytest
 from megatron_lancet.config import AttentionChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
+from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.configs import config_with
 from tests.unit.training.validated import parsed
 

@@ -9,12 +9,13 @@ from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.row_bound.feature import RowBoundFlags
+from megatron_lancet.features.tuning.feature import is_tuned
+from megatron_lancet.features.tuning.profile_steps import plans_within
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import LocalTokens, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.tuning.profile_steps import plans_within
+from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.configs import changed, config_with
 from tests.unit.training.validated import parsed
 

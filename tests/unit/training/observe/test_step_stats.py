@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lancet.training.tuning.step_stats import (
+from megatron_lancet.training.observe.step_stats import (
     StepStats,
     StepTimes,
     exposed_noise_ms,

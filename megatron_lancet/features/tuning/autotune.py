@@ -5,7 +5,8 @@ gathered, or made on rank 0 and broadcast. No rank decides by its own clock.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -13,20 +14,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Steering
+from megatron_lancet.features.tuning.controller import PlanningFailed, TuningController, TuningState
+from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
+from megatron_lancet.features.tuning.report import tuning_text
+from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.planning.profile import Profile
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import StepStats, StepTimes, steps_of_run
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.tuning.controller import PlanningFailed, TuningController, TuningState
-from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, steps_of_run
-from megatron_lancet.training.tuning.tuned_plan import ATTRIBUTE, TunedPlan
+
+_KEY = "tuning"
+"""In report.json."""
 
 
-class AutoTune:
+class AutoTune(Steering):
     """Tunes a run while it trains."""
 
     def __init__(
@@ -61,6 +69,15 @@ class AutoTune:
         self._ranks_differ = False  # some have switched to a plan that others can't run
         setattr(args, ATTRIBUTE, None)
 
+    def enter(self, stack: ExitStack) -> None:
+        """Reads the plan of a checkpoint that Megatron loads."""
+        stack.enter_context(checkpoint_patches.checkpoint_arguments(self.take_from_checkpoint))
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile of the newest plan, on rank 0."""
+        return self._maker.profile
+
     def take_from_checkpoint(self, saved_args: Any) -> None:
         """Takes the plan from a checkpoint's arguments, if there is one. To be called before the first step."""
         self._from_checkpoint = getattr(saved_args, ATTRIBUTE, None)
@@ -86,11 +103,11 @@ class AutoTune:
         """Whether the present step runs by the plan that the run has chosen to keep."""
         return self._controller.state in (TuningState.WATCH, TuningState.FIXED)
 
-    def summary(self) -> dict[str, Any]:
-        """Content of the closing report, see :func:`~megatron_lancet.report.tuning.tuning_text`."""
+    def summary(self) -> Mapping[str, Any]:
+        """How the plan was found, see :func:`~megatron_lancet.features.tuning.report.tuning_text`."""
         controller = self._controller
         how = self._how if controller.settled else f"not finished: the run ended during {controller.state}"
-        return {
+        found = {
             "stage": controller.state.value,
             "how": f"{how}; {controller.remark}" if controller.remark else how,
             "num_plans": controller.num_plans,
@@ -99,6 +116,11 @@ class AutoTune:
             "chosen": _asdict(controller.chosen),
             "lines": controller.lines,
         }
+        return {_KEY: found}
+
+    def lines(self, report: Mapping[str, Any]) -> Sequence[str]:
+        """The lines on how the plan was found."""
+        return tuning_text(report[_KEY])
 
     def _start(self) -> None:
         """Decides how to begin, in the first step: by then a checkpoint may have been loaded."""

@@ -11,6 +11,10 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.features.tuning.controller import Planned, PlanningFailed
+from megatron_lancet.features.tuning.flags import TuningFlags
+from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
+from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.finalists import kind_of
@@ -24,15 +28,12 @@ from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.runtime.collectives import from_rank_0
-from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.schedule.plan import DwPolicy, Plan, plan_without_overlap
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import may_use_sdpa
 from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.memory_budget import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.plan.reductions import reduction_of
-from megatron_lancet.training.tuning.controller import Planned, PlanningFailed, plan_without_overlap
-from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
-from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
-from megatron_lancet.training.tuning.race import Candidate
 
 _NUM_REFRESH_STEPS = 2
 """Traced steps that measure the shares of rows and the links, when the costs of ops are known."""
@@ -71,7 +72,7 @@ class ProfilingPlanMaker:
         self._note = note
         self._limits = planning_limits(args, config)
         self._plans = plans_within(args, config, self._limits)
-        self._cache_dir = config.cache_dir
+        self._cache_dir = config.of(TuningFlags).cache_dir
         self._reduction = reduction_of(args, config)
         with_kernel = Candidate(replace(plan_without_overlap(), fused_attention=True), "no overlap, fused attention")
         self._kernel = with_kernel if may_use_sdpa(args, config) else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_lancet.files import differences, parse_record, to_plain
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
-from megatron_lancet.training.tuning.step_stats import StepStats
+from megatron_lancet.training.observe.step_stats import StepStats
 
 TUNED_PLAN_VERSION = f"2.{PLAN_VERSION}"
 ATTRIBUTE = "lancet_tuned_plan"

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+NUM_WARM_UP_STEPS = 3
+"""A run's first steps allocate memory, connect the ranks and fill caches."""
 MIN_NOISE_SHARE = 0.01
 """Two medians closer than this share of a step count as equal however calm the steps were: clocks, caches and other
 jobs move whole runs by about as much."""

@@ -14,11 +14,11 @@ def tuning_text(tuning: Mapping[str, Any]) -> list[str]:
             ``predicted`` and ``chosen`` with ``step_ms`` and ``exposed_ms``, each None if unknown.
     """
     again = f", planned {tuning['num_plans']} times" if tuning["num_plans"] > 1 else ""
-    lines = [f"  tuning             {tuning['how']}{again}"]
+    lines = [f"tuning             {tuning['how']}{again}"]
     for name, title in _NAMES.items():
         figures = tuning[name]
         if figures is not None:
             lines.append(
-                f"    {title:<17}{figures['step_ms']:.1f} ms a step, {figures['exposed_ms']:.1f} ms of it exposed"
+                f"  {title:<17}{figures['step_ms']:.1f} ms a step, {figures['exposed_ms']:.1f} ms of it exposed"
             )
     return lines

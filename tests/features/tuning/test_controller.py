@@ -6,19 +6,17 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.features.dedup.order import DEDUP
-from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired
-from megatron_lancet.training.tuning.controller import (
+from megatron_lancet.features.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
-    NUM_TUNING_WARM_UP_STEPS,
     Planned,
     TuningController,
     TuningState,
-    plan_without_overlap,
 )
-from megatron_lancet.training.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
-from megatron_lancet.training.tuning.step_stats import StepTimes
+from megatron_lancet.features.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
+from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired, plan_without_overlap
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS, StepTimes
 
 NUM, TURN = 6, 2
 PLAN, OTHER = fixed_plan(2), fixed_plan(4)
@@ -36,7 +34,7 @@ def measure(tuning: TuningController, step_ms: float, exposed_ms: float = 50.0, 
 def profiling(baseline_ms: float = 200.0) -> TuningController:
     tuning = TuningController(NUM)
     assert tuning.num_measured_steps == TURN
-    assert measure(tuning, baseline_ms, num_unmeasured=NUM_TUNING_WARM_UP_STEPS) is None
+    assert measure(tuning, baseline_ms, num_unmeasured=NUM_WARM_UP_STEPS) is None
     assert tuning.state is TuningState.PROFILE
     return tuning
 
@@ -82,7 +80,7 @@ def watch(
 def test_fastest_plan_is_kept():
     tuning = TuningController(NUM)
     assert (tuning.state, tuning.plan) == (TuningState.WARM_UP, BASE)
-    measure(tuning, 201, num_unmeasured=NUM_TUNING_WARM_UP_STEPS)
+    measure(tuning, 201, num_unmeasured=NUM_WARM_UP_STEPS)
     assert tuning.planned(planned(PLAN, OTHER, why="best of 12")) == BASE
     assert not tuning.settled
     assert race(tuning, {BASE: 200, PLAN: 150, OTHER: 160}, 8) == [BASE, PLAN, OTHER] * MIN_TURNS
@@ -101,7 +99,7 @@ def test_fastest_plan_is_kept():
 
 def test_tuning_takes_at_most_the_announced_steps():
     tuning = profiling()
-    num_steps = NUM_TUNING_WARM_UP_STEPS + TURN + 7
+    num_steps = NUM_WARM_UP_STEPS + TURN + 7
     three = [fixed_plan(chunks) for chunks in (2, 3, 4)]
     tuning.planned(planned(*three, others=(Candidate(fixed_plan(5)),), kernel=KERNEL))
     ran = race(tuning, {BASE: 200, KERNEL.plan: 200, **dict.fromkeys([*three, fixed_plan(5)], 160), three[0]: 150})
@@ -223,7 +221,7 @@ def test_plan_from_a_checkpoint_is_measured_and_not_judged():
     tuning = TuningController(NUM)
     assert tuning.take_over(PLAN, None, None, "from the checkpoint") == PLAN
     assert tuning.settled
-    plan = measure(tuning, 1e6, num_unmeasured=NUM_TUNING_WARM_UP_STEPS)
+    plan = measure(tuning, 1e6, num_unmeasured=NUM_WARM_UP_STEPS)
     assert (plan, tuning.plan, tuning.state) == (None, PLAN, TuningState.WATCH)
     assert tuning.baseline is None
 

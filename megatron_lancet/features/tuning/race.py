@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import simplicity
 from megatron_lancet.schedule.plan import ChunkDim, Plan
-from megatron_lancet.training.tuning.step_stats import (
+from megatron_lancet.training.observe.step_stats import (
     MIN_NOISE_SHARE,
     StepStats,
     StepTimes,

@@ -6,22 +6,21 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.report.summary import StepRecord
-from megatron_lancet.runtime.comm_stats import CommTimes
-from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
-from megatron_lancet.training.tuning import autotune
-from megatron_lancet.training.tuning.autotune import AutoTune
-from megatron_lancet.training.tuning.controller import (
+from megatron_lancet.features.tuning import autotune
+from megatron_lancet.features.tuning.autotune import AutoTune
+from megatron_lancet.features.tuning.controller import (
     Planned,
     PlanningFailed,
     TuningController,
     TuningState,
-    plan_without_overlap,
 )
-from megatron_lancet.training.tuning.race import Candidate
-from megatron_lancet.training.tuning.step_stats import StepStats
-from megatron_lancet.training.tuning.tuned_plan import TunedPlan
+from megatron_lancet.features.tuning.race import Candidate
+from megatron_lancet.features.tuning.tuned_plan import TunedPlan
+from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.report.summary import StepRecord
+from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired, plan_without_overlap
+from megatron_lancet.training.observe.step_stats import StepStats
 
 SHORT, PLANNED, PROFILED = fixed_plan(2), fixed_plan(3), fixed_plan(4)
 PAIRED = paired(fixed_plan(1, DwPolicy.NONE))
@@ -117,8 +116,8 @@ TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 4 + [plan_without_overlap()] 
 def test_autotune_profiles_and_lets_plans_race(capsys):
     run = Run()
     assert run.steps(3 + 2 + 2 + 14 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
-    assert lines(capsys) == run.tuner.summary()["lines"]
-    summary = run.tuner.summary()
+    assert lines(capsys) == run.tuner.summary()["tuning"]["lines"]
+    summary = run.tuner.summary()["tuning"]
     assert (summary["stage"], summary["how"], summary["num_plans"]) == ("watch", "scripted", 1)
     assert [summary[name]["step_ms"] for name in ("baseline", "predicted", "chosen")] == [100, 80, 80]
     tuned = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
@@ -129,7 +128,7 @@ def test_autotune_saves_no_plan_before_it_has_decided():
     run = Run()
     run.steps(12)
     assert run.args.lancet_tuned_plan is None
-    assert run.tuner.summary()["how"] == "not finished: the run ended during race"
+    assert run.tuner.summary()["tuning"]["how"] == "not finished: the run ended during race"
 
 
 def test_autotune_drops_a_plan_that_the_model_refuses(capsys):
@@ -137,7 +136,7 @@ def test_autotune_drops_a_plan_that_the_model_refuses(capsys):
     run.refused = [PLANNED]
     assert run.steps(3 + 2 + 2 + 4 + 2)[-6:] == [plan_without_overlap()] * 6
     assert f"{PLANNED} is out: the model lacks it" in lines(capsys)
-    assert run.tuner.summary()["stage"] == "watch"
+    assert run.tuner.summary()["tuning"]["stage"] == "watch"
 
 
 def test_autotune_switches_all_ranks_after_one_has_refused(monkeypatch):
@@ -158,7 +157,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     assert run.steps(48) == [SHORT] * 48
     why = "fixed, because 48 steps are too few to find one: 49 are needed"
     assert lines(capsys) == [f"{SHORT} ({why})"]
-    assert run.tuner.summary()["how"] == why
+    assert run.tuner.summary()["tuning"]["how"] == why
     assert run.args.lancet_tuned_plan is None
 
 
@@ -176,7 +175,7 @@ def test_autotune_survives_a_failing_planner(capsys):
     run = Run(failure="the profile has no all-to-all times")
     assert run.steps(12)[-3:] == [plan_without_overlap()] * 3
     assert lines(capsys)[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
-    assert run.tuner.summary()["how"] == "no plan was found: the profile has no all-to-all times"
+    assert run.tuner.summary()["tuning"]["how"] == "no plan was found: the profile has no all-to-all times"
 
 
 def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
@@ -185,8 +184,8 @@ def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
     assert lines(capsys)[0] == (
         f"{PROFILED}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
     )
-    assert run.tuner.summary()["how"] == "taken from the checkpoint"
-    assert run.tuner.summary()["baseline"]["step_ms"] == 100
+    assert run.tuner.summary()["tuning"]["how"] == "taken from the checkpoint"
+    assert run.tuner.summary()["tuning"]["baseline"]["step_ms"] == 100
     assert TunedPlan.from_json(run.args.lancet_tuned_plan, "args").plan == PROFILED
 
 

@@ -10,15 +10,17 @@ from tqdm import tqdm
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Steering
+from megatron_lancet.features.tuning.flags import TuningFlags
+from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.reductions import reduction_of
-from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 
-_FLAG = "--lancet-profile"
+FLAG = "--lancet-profile"
 
 
 def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> None:
@@ -26,30 +28,34 @@ def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan
     Raises:
         UsageError: ``--lancet-profile`` does not work with the other flags, or the run is too short.
     """
-    if config.profile is None:
+    file = config.of(TuningFlags).profile
+    if file is None:
         return
     if plan is None:
         raise UsageError(
-            f"{_FLAG} measures the overlapping block, and this run has stock Megatron modules. Use "
+            f"{FLAG} measures the overlapping block, and this run has stock Megatron modules. Use "
             "--expert-model-parallel-size of at least 2 and drop --lancet-plan off."
         )
-    if not config.profile.parent.is_dir():
-        raise UsageError(f"{_FLAG}: no such folder: {config.profile.parent}")
+    if not file.parent.is_dir():
+        raise UsageError(f"{FLAG}: no such folder: {file.parent}")
     if args.save or args.load:
-        raise UsageError(f"{_FLAG} ends the run after some steps and keeps no weights: drop --save and --load.")
+        raise UsageError(f"{FLAG} ends the run after some steps and keeps no weights: drop --save and --load.")
     num_steps = num_profile_steps(plans_within(args, config, planning_limits(args, config)))
     if args.train_iters is None or args.train_iters < num_steps:
-        raise UsageError(f"{_FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {args.train_iters}.")
+        raise UsageError(f"{FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {args.train_iters}.")
 
 
-class ProfileToFile:
+class ProfileToFile(Steering):
     """Profiles the steps of Megatron's training loop, with a switchable setup; writes the profile and ends the loop."""
+
+    writes_only = True
 
     def __init__(
         self, args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
     ) -> None:
         self._args = args
         self._config = config
+        self._file = config.of(TuningFlags).profile
         self._setup = setup
         self._device = device
         self._plans = plans_within(args, config, planning_limits(args, config))
@@ -76,14 +82,14 @@ class ProfileToFile:
                 self._finish(steps)
                 bar.update()
                 if dist.get_rank() == 0:
-                    bar.write(f"profile written to {self._config.profile}")
+                    bar.write(f"profile written to {self._file}")
         return result
 
     def _finish(self, steps: ProfileSteps) -> None:
         profile = steps.finish()
         if dist.get_rank() == 0:
-            assert self._config.profile is not None
+            assert self._file is not None
             profile = with_own_reduction(profile, reduction_of(self._args, self._config), self._plans)
-            write(self._config.profile, profile)
+            write(self._file, profile)
         # The loop compares the two before each step, and counts this step afterwards.
         self._args.train_iters = self._args.curr_iteration + 1

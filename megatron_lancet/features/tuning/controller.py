@@ -11,20 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.planning.search.finalists import NUM_FINALISTS
-from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
-from megatron_lancet.training.tuning.race import (
+from megatron_lancet.features.tuning.race import (
     MIN_TURNS,
     NUM_FIRST_SETTLE_STEPS,
     NUM_SETTLE_STEPS,
     Candidate,
     Race,
 )
-from megatron_lancet.training.tuning.step_stats import StepStats, StepTimes, exposed_noise_ms, stats_of_rank
+from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS
+from megatron_lancet.schedule.plan import Plan, plan_without_overlap
+from megatron_lancet.training.observe.step_stats import (
+    NUM_WARM_UP_STEPS,
+    StepStats,
+    StepTimes,
+    exposed_noise_ms,
+    stats_of_rank,
+)
 
-NUM_TUNING_WARM_UP_STEPS = 3
-"""A run's first steps allocate memory, connect the ranks and fill caches."""
 UNEXPECTED_SHARE = 0.10
 """A prediction that is off by more than this share of the measured step is reported as far off."""
 DRIFT_SHARE = 0.05
@@ -78,11 +82,6 @@ class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
     """No plan could be made; the message says why. It is the same on all ranks."""
 
 
-def plan_without_overlap() -> Plan:
-    """One chunk, every weight gradient at once: stock's arithmetic, to the bit."""
-    return fixed_plan(1, DwPolicy.NONE)
-
-
 NO_OVERLAP = Candidate(plan_without_overlap(), "no overlap")
 
 
@@ -123,7 +122,7 @@ class TuningController:
         self._planned: Planned | None = None
         self._num_turn_steps = max(1, num_tune_steps // _TURNS_PER_MEASUREMENT)
         self._num_steps = 0
-        self._num_unmeasured = NUM_TUNING_WARM_UP_STEPS
+        self._num_unmeasured = NUM_WARM_UP_STEPS
         self._num_departed = 0
         self._num_steps_since_plan: int | None = None
 
@@ -137,7 +136,7 @@ class TuningController:
         """Training steps, at most, from the first until the slow plans are out; a shorter run gains nothing."""
         num_unmeasured = NUM_FIRST_SETTLE_STEPS + (MIN_TURNS - 1) * NUM_SETTLE_STEPS
         num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps)
-        return NUM_TUNING_WARM_UP_STEPS + self._num_turn_steps + num_profile_steps + num_race_steps
+        return NUM_WARM_UP_STEPS + self._num_turn_steps + num_profile_steps + num_race_steps
 
     def note(self, line: str) -> None:
         """Adds a line for the user to the lines of the decisions."""
@@ -147,7 +146,7 @@ class TuningController:
         """Uses a plan that was found earlier, before the first step; its steps are measured, and not judged."""
         assert self.state is TuningState.WARM_UP
         self.settled, self.baseline, self.prediction = True, baseline, prediction
-        return self._to(TuningState.VERIFY, plan, NUM_TUNING_WARM_UP_STEPS, line)
+        return self._to(TuningState.VERIFY, plan, NUM_WARM_UP_STEPS, line)
 
     def give_up(self, plan: Plan, line: str) -> Plan:
         """Uses a fixed plan instead of tuning, before the first step."""

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.config import AttentionChoice, CacheChoice
+from megatron_lancet.config import AttentionChoice
+from megatron_lancet.features.tuning import plan_maker
+from megatron_lancet.features.tuning.controller import PlanningFailed
+from megatron_lancet.features.tuning.flags import CacheChoice
+from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
@@ -19,12 +23,9 @@ from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.schedule.reductions import GradientReduction
-from megatron_lancet.training.tuning import plan_maker
-from megatron_lancet.training.tuning.controller import PlanningFailed, plan_without_overlap
-from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
-from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
+from megatron_lancet.training.plan.memory_budget import memory_bound_bytes
 from tests.unit.training.configs import config_with
 
 pytestmark = pytest.mark.slow

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from megatron_lancet.features.tuning.tuned_plan import TunedPlan
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
-from megatron_lancet.training.tuning.step_stats import StepStats
-from megatron_lancet.training.tuning.tuned_plan import TunedPlan
+from megatron_lancet.training.observe.step_stats import StepStats
 
 STATS = StepStats(100.0, 1.0, 10.0, 0.5, 40.0, 5)
 TUNED = TunedPlan(fixed_plan(2), {"ep_size": "2", "device": "cpu"}, STATS, STATS, StepEstimate(99.0, 9.5, 10**9, 10**6))
