@@ -1,5 +1,7 @@
 """The table of whole trainings: what ``--lancet-plan auto`` brings in each case, and how it compares."""
 
+from collections.abc import Sequence
+
 from benchmarks.auto.cases import AUTO, CASES, SAME, USERS
 from benchmarks.auto.summary import TRAINING_STEPS, CaseSummary, summarise
 from benchmarks.harness.tables import markdown
@@ -60,19 +62,25 @@ def headline() -> str:
 
 def sentence() -> str:
     """The range over the cases, for the README."""
-    cases = _found()
-    if not cases:
+    found = [(summary, quoted.mark) for _, quoted, summary in _found()]
+    if not found:
         return NO_RESULT
-    each = [
-        f"{found.variants[AUTO].speedup.median:.2f} with {CASES[case].described}, where stock waits for "
-        f"{found.variants[SAME].waited_share:.0%} of its step{quoted.mark}"
-        for case, quoted, found in cases
-    ]
+    speedups = sorted(f"{one.variants[AUTO].speedup.median:.2f}" for one, _ in found)
+    users = sorted(f"{one.variants[USERS].step_ms / one.variants[AUTO].step_ms:.2f}" for one, _ in found)
+    waits = sorted(f"{one.variants[SAME].waited_share:.0%}" for one, _ in found)
+    left = sorted((one.variants[AUTO].waited_share for one, _ in found))
+    marks = sorted({mark.strip() for _, mark in found} - {""})
     return (
-        "> **How many times as fast as stock a training with `--lancet-plan auto`, the default, is: "
-        f"{'; '.join(each)}.** "
-        "Stock has the same attention kernel and transport. Each ratio is a median of paired steps."
+        f"> **Trainings with `--lancet-plan auto`, the default, are {_range(speedups)} times as fast as stock where "
+        f"stock waits for {_range(waits)} of its step.** Stock has our attention kernel and transport; against stock as "
+        f"a user has it, {_range(users)} times. Ours waits for {_range([f'{share:.0%}' for share in left])} of its step. "
+        f"Medians of paired steps in {len(found)} cases on CPU ranks ([all](docs/performance.md#whole-trainings))"
+        f"{'; ' + ', '.join(marks) if marks else ''}."
     )
+
+
+def _range(texts: Sequence[str]) -> str:
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 TABLES = {"auto": auto, "auto-headline": headline, "auto-sentence": sentence}

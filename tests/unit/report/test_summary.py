@@ -4,8 +4,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megatron_lancet.features.two_hop.feature import ActiveNodes
 from megatron_lancet.features.tuning.report import tuning_text
+from megatron_lancet.features.two_hop.feature import ActiveNodes
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.schedule.nodes import Nodes
