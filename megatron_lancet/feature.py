@@ -34,6 +34,7 @@ class RunFacts:
         plan_changes: whether the plan may change between two steps.
         device: device of this rank, a torch.device; None where it is not known, as in a dry run.
         is_dry_run: whether the run is only described, so that its files may be on another machine.
+        status: this rank's :class:`~megatron_lancet.training.process.exit.RankStatus`, from :meth:`Feature.enter` on.
     """
 
     args: argparse.Namespace
@@ -42,6 +43,7 @@ class RunFacts:
     plan_changes: bool = False
     device: Any = None
     is_dry_run: bool = False
+    status: Any = None
 
 
 class PlanPart(StrEnum):
@@ -217,6 +219,13 @@ class Feature:
 
         Raises:
             UsageError: a setting can't work.
+        """
+
+    def check_inputs(self, args: argparse.Namespace) -> None:
+        """Checks files before Megatron reads them. Called again for arguments that Megatron has validated.
+
+        Raises:
+            UsageError: a file does not allow the run.
         """
 
     def normalize(self, args: argparse.Namespace, config: "LancetConfig") -> Iterator[str]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.checkpoint.files import TRACKER, name_of, read_tracker
+from megatron_lancet.checkpoint.index import INDEX, DamagedIndex, Index, Part, read_index
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint.files import TRACKER, name_of, read_tracker
-from megatron_lancet.training.checkpoint.index import INDEX, DamagedIndex, Index, Part, read_index
 
 _ANOTHER = "Pass another checkpoint with --load or --step."
 _COMMON = "common_state/shard_0_1"

@@ -20,7 +20,6 @@ from megatron_lancet.config import DryRunConfig, LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
-from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
@@ -154,7 +153,7 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
-            check_before_start(args)  # without a checkpoint Megatron would end with status 0
+            _check_inputs(args, config)  # without a checkpoint Megatron would end with status 0
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
         run_megatrons_checks(args, config)
@@ -164,6 +163,12 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
                 "installed. Install it, or pass --transformer-impl local."
             )
         set_global_variables(args)
+    _check_inputs(args, config)
+
+
+def _check_inputs(args: argparse.Namespace, config: LancetConfig) -> None:
+    for feature in config.features:
+        feature.check_inputs(args)
 
 
 def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None:

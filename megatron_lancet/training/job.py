@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
-from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
-from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
@@ -31,8 +30,7 @@ from megatron_lancet.training.plan.support import own_samples
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
-from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
-from megatron_lancet.training.run import RunChoice, choose_run, enter_run
+from megatron_lancet.training.run import choose_run, enter_run
 
 
 def run_job(
@@ -69,13 +67,13 @@ def run_job(
     samples = own_samples(args, config)
     varies = samples is not None or shapes_vary(args, choice.plan is not None)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
-    stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     with ExitStack() as stack:
-        _change_megatron(stack, choice, stop)
+        for feature in config.features:
+            feature.enter(replace(choice.facts, status=status), stack)
         run = enter_run(stack, choice, device)
         if choice.plan is not None:
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
@@ -98,19 +96,7 @@ def _read_arguments(device: torch.device, features: Sequence[Feature]) -> tuple[
     for change in normalize_args(args, config):
         say(f"Megatron-Lancet flags: {change}")
     arguments.validate(args, config)
-    check_before_start(args)
     return args, config
-
-
-def _change_megatron(stack: ExitStack, choice: RunChoice, stop: StopRequest | None) -> None:
-    """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
-    args, config = choice.facts.args, choice.facts.config
-    for feature in config.features:
-        feature.enter(choice.facts, stack)
-    stack.enter_context(Checkpoints(args).watched())
-    if stop is not None:
-        stack.enter_context(checkpoint_patches.asked_to_stop(stop, stop.begin))
-    stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())
 
 
 def _train(run_config: object, datasets: Callable[..., Any], step: Callable[..., Any]) -> str | int | None:

@@ -109,7 +109,6 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     """
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
     stack.enter_context(patches.fused_core_attention(uses_sdpa(choice.facts.args, choice.facts.config)))
-    stack.enter_context(patches.resumable_distributed_optimizer())
     run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
     run.enter(stack)
     return run

@@ -361,7 +361,7 @@ class TestDamagedCheckpoints:
 
     def test_code_beside_the_weights_does_not_run(self, tool, copy, tmp_path, monkeypatch):
         """In the place of the run's arguments."""
-        from megatron_lancet.training.checkpoint.index import read_index
+        from megatron_lancet.checkpoint.index import read_index
 
         victim = tmp_path / "ran"
         index = read_index(next(copy.glob("iter_*")))

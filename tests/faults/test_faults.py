@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.training.checkpoint.files import find_damage
+from megatron_lancet.checkpoint.files import find_damage
 from tests.faults.test_never_hangs import WORKER, last_line
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, Run, command_line, pretrain

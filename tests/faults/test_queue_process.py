@@ -12,7 +12,7 @@ import pytest
 RANK = """
 import multiprocessing, os, sys
 from multiprocessing.managers import SyncManager
-from megatron_lancet.training.process.queue_process import live_as_long_as
+from megatron_lancet.features.checkpoints.queue_process import live_as_long_as
 
 if __name__ == "__main__":
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))

@@ -291,7 +291,7 @@ def start_queue_of_saves() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from megatron_lancet.training.megatron.checkpoint_patches import queue_lives_with_the_rank
+    from megatron_lancet.features.checkpoints.patches import queue_lives_with_the_rank
 
     with queue_lives_with_the_rank():
         filesystem_async.get_write_results_queue("fork")

@@ -11,6 +11,7 @@ LEAVES = {"atomic", "errors", "files", "patching", "units", "__version__"}
 ALLOWED = {
     "files": set(),
     "atomic": set(),
+    "checkpoint": set(),
     "units": set(),
     "schedule": {"registry"},
     "planning": {"schedule", "registry"},
@@ -39,7 +40,7 @@ ALLOWED = {
         "data",
         "registry",
     },
-    "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training"},
+    "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training", "checkpoint"},
     "testkit": {"registry", "schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
     "lab": {
         "schedule",
@@ -57,7 +58,7 @@ ALLOWED = {
         "registry",
     },
 }
-ALLOWED["features"] = {*ALLOWED["training"], "training"} - {"registry"}
+ALLOWED["features"] = {*ALLOWED["training"], "training", "checkpoint"} - {"registry"}
 FEATURES = "features"
 """No part imports these: ``registry.py`` names them, and a feature imports its own folder only."""
 

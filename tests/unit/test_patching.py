@@ -9,11 +9,17 @@ import pytest
 import torch
 from megatron.training import checkpointing
 
+from megatron_lancet.features.checkpoints import seams as seams_of_checkpoints
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
+    "features/checkpoints": (
+        "megatron.core.dist_checkpointing",
+        "megatron.core.optimizer.distrib_optimizer",
+        "megatron.training",
+    ),
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the command line that Megatron's parser reads
@@ -177,15 +183,21 @@ def changed_functions(source: str) -> list[tuple[str, str]]:
     return [(owner, name) for owner, name in found if owner.startswith("megatron.")]
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "training/megatron").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted((PACKAGE / "training/megatron").glob("*.py")), PACKAGE / "features/checkpoints/patches.py"],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
 def test_changed_functions_are_checked_seams(path):
-    seams = {(owner, name) for owner, name, _ in SEAMS} | {(checkpointing.maybe_msc, "open")}  # checked by its source
+    known = SEAMS if path.parent.name == "megatron" else (*SEAMS, *seams_of_checkpoints.SEAMS)
+    seams = {(owner, name) for owner, name, _ in known} | {(checkpointing.maybe_msc, "open")}  # checked by its source
     unchecked = {(pkgutil.resolve_name(owner), name) for owner, name in changed_functions(path.read_text())} - seams
     assert unchecked == set()
 
 
 def test_changed_functions_are_found():
-    found = changed_functions((PACKAGE / "training/megatron/patches.py").read_text())
+    files = "training/megatron/patches.py", "features/checkpoints/patches.py"
+    found = [one for file in files for one in changed_functions((PACKAGE / file).read_text())]
     assert ("megatron.training.training", "train_step") in found
     assert ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer", "state_dict") in found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lancet.checkpoint.files import name_of, tracked_step
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
@@ -18,7 +19,6 @@ from megatron_lancet.planning.load.placement import Placement, contiguous, place
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
-from megatron_lancet.training.checkpoint.files import name_of, tracked_step
 from megatron_lancet.training.layer_pattern import layer_kinds, mtp_layer_kinds
 from megatron_lancet.training.platform.launcher import MOCKED
 

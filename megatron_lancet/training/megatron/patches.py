@@ -1,7 +1,7 @@
 """Changes to Megatron that every run needs, and hooks around its training steps and its training loop.
 
-Each change is a context: it holds while training runs and is undone afterwards. This folder is the only place that
-changes Megatron: ``checkpoint_patches.py`` changes loading, saving and stopping, ``grad_reduction.py`` DDP's gradient
+Each change is a context: it holds while training runs and is undone afterwards. This folder has the core's changes to
+Megatron: ``checkpoint_patches.py`` shows the arguments of a checkpoint, ``grad_reduction.py`` changes DDP's gradient
 reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` what validation sees, and
 ``virtual_gpu_patches.py`` what is different on a virtual GPU. ``seams.py`` lists what is used without a change.
 """
@@ -18,7 +18,6 @@ from megatron.core.datasets.utils import Split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
@@ -86,55 +85,6 @@ def fused_core_attention(needed: bool) -> AbstractContextManager[None]:
     if not needed:
         return nullcontext()
     return around(LocalSpecProvider, "core_attention", lambda stock, self: SdpaAttention)
-
-
-@contextmanager
-def resumable_distributed_optimizer() -> Iterator[None]:
-    """Lets the distributed optimizer resume fp32 parameters, and with torch's Adam, where there is no apex or TE.
-
-    Stock copies into fp32 parameters, which require gradients, with autograd on. With torch's Adam it also reads the
-    step count from optimizer state that does not exist yet, and overwrites torch's per-parameter step counters, one
-    tensor that all share, by the tensors of before loading. The saved count survives in the parameter groups. Fully
-    reshardable state has no such counters, and stock looks for them.
-    """
-    has_torch_adam = not distrib_optimizer.HAVE_APEX_OR_TE
-
-    def state_dict(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_adam:
-            _make_adam_state(self.optimizer)
-        return stock(self, *args, **kwargs)
-
-    def load_state_dict(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            result = stock(self, *args, **kwargs)
-        for group in self.optimizer.param_groups if has_torch_adam else ():
-            for parameter in group["params"]:
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-        return result
-
-    def set_parameter(stock: Any, self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        return stock(self, model_param, {"step": None, **tensors} if has_torch_adam else tensors)
-
-    optimizer = distrib_optimizer.DistributedOptimizer
-    with (
-        around(optimizer, "state_dict", state_dict),
-        around(optimizer, "load_state_dict", load_state_dict),
-        around(optimizer, "_set_main_param_and_optimizer_states", set_parameter),
-    ):
-        yield
-
-
-def _make_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that torch's Adam would create in its first step, unless some state exists."""
-    if optimizer.state or not isinstance(optimizer, torch.optim.Adam):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from megatron.core import packed_seq_params, parallel_state, tensor_parallel, ut
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing import mapping
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 from megatron.core.fusions import fused_bias_swiglu
@@ -23,7 +21,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
@@ -119,9 +116,6 @@ _TRAINING: tuple[Seam, ...] = (
     (DistributedDataParallel, "__init__", ("ddp_config",)),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
     (ddp_buffers._ParamAndGradBucketGroup, "start_grad_sync", ()),
-    (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
-    (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
-    (distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
     (training, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
@@ -135,10 +129,11 @@ _TRAINING: tuple[Seam, ...] = (
     ),
     (GPTModel, "sharded_state_dict", ("metadata",)),
     (checkpointing, "_build_sharded_state_dict_metadata", ("args",)),
+    (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
+    (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
     (mapping, "apply_factories", ("sharded_state_dict",)),
     (RerunStateMachine, "validate_result", ()),
     (MoEMetricsTracker, "report", ("track_names",)),
-    (training, "get_signal_handler", ()),
     (training, "is_last_rank", ()),
     (common_utils, "is_last_rank", ()),
     (global_vars, "get_tensorboard_writer", ()),
@@ -177,17 +172,6 @@ _ON_CPU: tuple[Seam, ...] = (
     (token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy", "record_stream")),
 )
 
-_CHECKPOINTS: tuple[Seam, ...] = (
-    (training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler")),
-    (training, "save_checkpoint", ("iteration", "model", "optimizer", "non_persistent_ckpt")),
-    (filesystem_async, "get_write_results_queue", ("mp_mode",)),
-    (FileSystemWriterAsync, "write_preloaded_data", ()),
-    (checkpointing.wandb_utils, "on_save_checkpoint_success", ("checkpoint_path",)),
-    (checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release")),
-    (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
-    (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
-)
-
 _ON_VIRTUAL_GPU: tuple[Seam, ...] = (
     (fused_bias_swiglu, "swiglu", ()),
     (fused_bias_swiglu, "bias_swiglu", ()),
@@ -197,7 +181,7 @@ _ON_VIRTUAL_GPU: tuple[Seam, ...] = (
     (fused_bias_swiglu, "weighted_swiglu_back", ()),
 )
 
-SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_CHECKPOINTS, *_ON_VIRTUAL_GPU)
+SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_ON_VIRTUAL_GPU)
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
@@ -257,8 +241,6 @@ def check_seams() -> None:
         missing.append("the assertion of one CUDA connection in validate_args")
     if "os.environ[" in validation:
         missing.append("a validate_args that leaves the environment as it is")
-    if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
-        missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron_lancet.checkpoint.files import TRACKER
 from megatron_lancet.patching import around
-from megatron_lancet.training.checkpoint.files import TRACKER
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lancet.checkpoint.files import TRACKER, complete_steps, find_damage, find_missing_files
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.checkpoint import files
-from megatron_lancet.training.checkpoint.files import (
-    TRACKER,
-    check_loadable,
-    complete_steps,
-    find_damage,
-    find_missing_files,
-    publish,
-    remove_leftover,
-    writing_tracker,
-)
+from megatron_lancet.features.checkpoints import publish as publishing
+from megatron_lancet.features.checkpoints.load_save import check_loadable
+from megatron_lancet.features.checkpoints.publish import publish, remove_leftover, writing_tracker
 
 FORMAT = "torch_dist"
 
@@ -139,7 +132,7 @@ def test_failed_save_keeps_the_old_tracker(folder, one_checkpoint, monkeypatch, 
         raise OSError(28, "No space left on device")
 
     saved(folder, one_checkpoint, 8)
-    monkeypatch.setattr(f"{files.__name__}.{failing}", full)
+    monkeypatch.setattr(f"{publishing.__name__}.{failing}", full)
     with pytest.raises(OSError, match="No space"), writing_tracker(folder / TRACKER) as file:
         file.write("8")
     assert (folder / TRACKER).read_text() == "6"

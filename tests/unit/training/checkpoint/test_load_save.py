@@ -12,11 +12,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import CheckpointError, UsageError
-from megatron_lancet.training.checkpoint import load_save
-from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
-from megatron_lancet.training.process import sigterm
+from megatron_lancet.features.checkpoints import load_save, sigterm
+from megatron_lancet.features.checkpoints.load_save import Checkpoints, check_before_start
+from megatron_lancet.features.checkpoints.sigterm import StopRequest, saves_on_sigterm
 from megatron_lancet.training.process.exit import RankStatus
-from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
 from tests.unit.training.configs import config_with
 
 Usage = namedtuple("Usage", "total used free")

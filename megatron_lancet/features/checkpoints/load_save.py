@@ -11,20 +11,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lancet.errors import CheckpointError, UsageError, reason_of
-from megatron_lancet.runtime.collectives import from_rank_0
-from megatron_lancet.training.checkpoint.files import (
-    INCOMPLETE,
-    check_loadable,
+from megatron_lancet.checkpoint.files import (
+    TRACKER,
+    advice,
     complete_steps,
     find_damage,
     find_missing_files,
     name_of,
-    num_bytes_of,
-    remove_leftover,
     tracked_step,
 )
-from megatron_lancet.training.megatron import checkpoint_patches
+from megatron_lancet.errors import CheckpointError, UsageError, reason_of
+from megatron_lancet.features.checkpoints.patches import watched_checkpoints
+from megatron_lancet.features.checkpoints.publish import INCOMPLETE, num_bytes_of, remove_leftover
+from megatron_lancet.runtime.collectives import from_rank_0
 
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,8 +33,7 @@ def check_before_start(args: argparse.Namespace) -> None:
     """Refuse ``--load`` where files of the named checkpoint are missing. Reads a handful of files.
 
     Raises:
-        UsageError: see :func:`~megatron_lancet.training.checkpoint.files.check_loadable`; also if there is no
-            checkpoint under ``--exit-on-missing-checkpoint``.
+        UsageError: see :func:`check_loadable`; also if there is no checkpoint under ``--exit-on-missing-checkpoint``.
     """
     folder = _load_folder(args)
     if folder is None:
@@ -43,6 +41,37 @@ def check_before_start(args: argparse.Namespace) -> None:
     check_loadable(folder, args.ckpt_step, args.ckpt_format, find_missing_files)
     if args.exit_on_missing_checkpoint and not (args.ckpt_step or tracked_step(folder, args.ckpt_format)):
         raise UsageError(f"--exit-on-missing-checkpoint: there is no checkpoint in {folder}.")
+
+
+def check_loadable(
+    folder: Path, ckpt_step: int | None, ckpt_format: str, find: Callable[[Path, str], str | None] = find_damage
+) -> None:
+    """Refuse to resume from an incomplete checkpoint, or to start anew in a folder whose checkpoints are untracked.
+
+    Args:
+        ckpt_step: the user's ``--ckpt-step``; None for the step that the tracker file names.
+        find: :func:`find_damage`, or :func:`find_missing_files` where every rank looks.
+
+    Raises:
+        UsageError: names the damage and the checkpoints that are complete. An empty or missing folder is no error:
+            the run starts from the beginning, as in stock.
+    """
+    step = ckpt_step or tracked_step(folder, ckpt_format)
+    if step is None:
+        if complete_steps(folder, ckpt_format):
+            raise UsageError(
+                f"{folder} has checkpoints, but no file {TRACKER} says which one is the latest. "
+                f"{advice(folder, None, ckpt_format)}"
+            )
+        return
+    checkpoint = folder / name_of(step)
+    damage = find(checkpoint, ckpt_format)
+    if damage is not None:
+        source = "--ckpt-step" if ckpt_step else TRACKER
+        raise UsageError(
+            f"the checkpoint {checkpoint}, named by {source}, can't be loaded: {damage}. "
+            f"{advice(folder, step, ckpt_format)}"
+        )
 
 
 def _load_folder(args: argparse.Namespace) -> Path | None:
@@ -65,7 +94,7 @@ class Checkpoints:
 
     def watched(self) -> AbstractContextManager[None]:
         """Inside the context Megatron loads and saves through this object."""
-        return checkpoint_patches.watched_checkpoints(self._load, self._save, self._failed_to_write)
+        return watched_checkpoints(self._load, self._save, self._failed_to_write)
 
     def _load(self, load: Callable[[], Any]) -> Any:
         """Load, on all ranks.

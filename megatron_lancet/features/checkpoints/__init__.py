@@ -1,0 +1,1 @@
+"""Checkpoints that are complete: checks, loading, saving, SIGTERM."""

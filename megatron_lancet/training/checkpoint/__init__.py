@@ -1,1 +1,0 @@
-"""Checkpoints: loading, saving, reading, resizing, and the check that they are complete."""
