@@ -6,8 +6,8 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_lancet.model.expert_placement import layers_with_experts, place_experts
-from megatron_lancet.model.local_experts.placed import exchange, parameters_of_slots
+from megatron_lancet.features.placement.experts import exchange, parameters_of_slots
+from megatron_lancet.features.placement.layers import layers_with_experts, place_experts
 from megatron_lancet.planning.load.expert_load import LayerLoad
 from megatron_lancet.planning.load.placement import solve
 
@@ -33,7 +33,7 @@ def bring_gradients_home(model: Any) -> None:
     To be called once for the gradients of a step.
     """
     for layer in model.modules():
-        places = getattr(layer.router, "places", None) if isinstance(layer, MoELayer) else None
-        if places is not None:
+        slots = getattr(layer.router, "slots", None) if isinstance(layer, MoELayer) else None
+        if slots is not None:
             gradients = [[vars(one)["main_grad"] for one in its] for its in parameters_of_slots(layer.experts)]
-            exchange(gradients, places.experts, range(len(places.experts)), layer.token_dispatcher.ep_group)
+            exchange(gradients, slots.experts, range(len(slots.experts)), layer.token_dispatcher.ep_group)

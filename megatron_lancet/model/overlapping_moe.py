@@ -47,8 +47,8 @@ class OverlappingMoE:
     def local_experts(self) -> Sequence[int]:
         """Numbers of the experts of this rank, in the order of their slots."""
         router = self.stock.router
-        if isinstance(router, ChunkedTopKRouter) and router.slots is not None:
-            return router.slots.local_experts
+        if isinstance(router, ChunkedTopKRouter) and router.local_experts is not None:
+            return router.local_experts
         num_local, rank = self.stock.num_local_experts, self.stock.token_dispatcher.ep_group.rank()
         return range(num_local * rank, num_local * (rank + 1))
 

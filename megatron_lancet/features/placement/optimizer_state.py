@@ -6,7 +6,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_lancet.model.expert_placement import OptimizerTensors
+from megatron_lancet.features.placement.layers import OptimizerTensors
 
 
 def tensors_beside(optimizer: Any) -> OptimizerTensors:

@@ -18,11 +18,11 @@ from megatron.core import parallel_state
 from megatron_lancet.atomic import atomic_write
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.placement.experts import parameters_of_slots
 from megatron_lancet.features.placement.flags import PlacementFlags
+from megatron_lancet.features.placement.layers import OptimizerTensors, layers_with_experts, place_experts, slots_of
 from megatron_lancet.features.placement.optimizer_state import tensors_beside
 from megatron_lancet.features.placement.placement import check_can_place, present_placement
-from megatron_lancet.model.expert_placement import OptimizerTensors, layers_with_experts, place_experts, slots_of
-from megatron_lancet.model.local_experts.placed import parameters_of_slots
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.planning.load.placement import placement_to_json, swapped
 from megatron_lancet.planning.load.rebalance import Costs, Rebalance, decide

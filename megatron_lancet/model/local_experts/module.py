@@ -17,7 +17,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_lancet.model.adopt import ByPlan, is_of_ddp
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
-from megatron_lancet.model.local_experts.placed import PlacedExperts
 from megatron_lancet.model.local_experts.row_groups import RowGroups
 from megatron_lancet.runtime.device import on_cuda
 
@@ -34,7 +33,7 @@ def grouped_is_faster(num_experts: int, num_rows: int) -> bool:
     return num_rows <= num_experts * MAX_ROWS_PER_EXPERT
 
 
-class GroupingSequentialMLP(ByPlan, PlacedExperts, SequentialMLP):
+class GroupingSequentialMLP(ByPlan, SequentialMLP):
     """Megatron's sequential experts; in training they may run layer by layer.
 
     On a CPU those with few rows do. The GEMMs then give the same bits. Activations may not: which elements of a tensor

@@ -26,23 +26,6 @@ from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.samples import Documents
 
 
-class Slots(Protocol):
-    """The expert in each slot of a layer; the slots of a rank are neighbours, in rank order.
-
-    Attributes:
-        experts: the logical expert of each slot.
-        local_experts: the logical expert of each slot of this rank.
-    """
-
-    @property
-    def experts(self) -> Sequence[int]: ...
-    @property
-    def local_experts(self) -> Sequence[int]: ...
-
-    def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and routing map of experts, [t, E] each, by slot."""
-
-
 class _ContiguousGrad(torch.autograd.Function):
     """Identity whose backward returns a contiguous gradient, as Megatron's gating needs it."""
 
@@ -89,13 +72,21 @@ class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
     Attributes:
-        slots: where the experts are; None where Megatron has placed them.
+        local_experts: numbers of the experts of this rank, in order; None where they are Megatron's.
+        further_loss: a loss next to Megatron's; None without one.
     """
 
-    slots: Slots | None = None
     _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
     _further_loss: RouterLoss | None = None
+
+    @property
+    def local_experts(self) -> Sequence[int] | None:
+        return None
+
+    @property
+    def further_loss(self) -> RouterLoss | None:
+        return self._further_loss
 
     def add_loss(self, loss: RouterLoss) -> None:
         """Attaches a loss to the probabilities of each micro-batch that is trained."""
@@ -119,23 +110,9 @@ class ChunkedTopKRouter(TopKRouter):
             input: [s, b, H].
 
         Returns:
-            Probabilities [t, E] and routing map [t, E] (bool), by slot. The balancing losses of the micro-batch are
-            attached to the last chunk's probabilities.
+            Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch are attached to
+            the last chunk's probabilities.
         """
-        probs, routing_map = self._forward(input, padding_mask, chunk)
-        return (probs, routing_map) if self.slots is None else self.slots.routed(probs, routing_map)
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns Megatron's logits [s, b, E]; their gradient is contiguous if Transformer Engine's GEMM reads it.
-
-        The GEMM ignores strides. With sinkhorn and without fused permutation, Megatron gives it a transposed gradient.
-        """
-        logits = super().gating(input)
-        return logits if moe_utils.te_general_gemm is None else _ContiguousGrad.apply(logits)
-
-    def _forward(
-        self, input: torch.Tensor, padding_mask: torch.Tensor | None, chunk: Chunk | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         if chunk is None:
             return super().forward(input, padding_mask)
         assert padding_mask is None, "each chunk has its own mask"
@@ -150,6 +127,14 @@ class ChunkedTopKRouter(TopKRouter):
             probs, routing_map = self._route_last_chunk(logits_sbE, chunk)
         self._apply_expert_bias(routing_map, _flat(chunk.padding_mask))
         return probs, routing_map
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns Megatron's logits [s, b, E]; their gradient is contiguous if Transformer Engine's GEMM reads it.
+
+        The GEMM ignores strides. With sinkhorn and without fused permutation, Megatron gives it a transposed gradient.
+        """
+        logits = super().gating(input)
+        return logits if moe_utils.te_general_gemm is None else _ContiguousGrad.apply(logits)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -178,17 +163,17 @@ class ChunkedTopKRouter(TopKRouter):
         Raises:
             UsageError: a mask is passed, but the loss is a mean over all tokens.
         """
-        if self._further_loss is None or not (self.training and torch.is_grad_enabled()):
+        further = self.further_loss
+        if further is None or not (self.training and torch.is_grad_enabled()):
             return probs
         if padding_mask is not None:
             raise UsageError(
-                f"{self._further_loss.flag} does not work with a padding_mask: the loss is a mean over all tokens. "
+                f"{further.flag} does not work with a padding_mask: the loss is a mean over all tokens. "
                 "Drop one of the two."
             )
         _, scores_TE = compute_routing_scores_for_aux_loss(
             all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        further = self._further_loss if self.slots is None else self._further_loss.at_slots_of(self.slots.experts)
         loss = further(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
             probs, further.coeff, loss, further.name, self.tp_cp_group, valid_token_count=len(all_TE)

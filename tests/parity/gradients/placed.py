@@ -13,7 +13,7 @@ def placement_of(layer: int, num_experts: int) -> Sequence[int]:
 
 def place(model: Any, moves_weights: bool | None) -> None:
     """Changes the slots of all experts of a prepared model, with or without their weights; for None nothing."""
-    from megatron_lancet.model.expert_placement import layers_with_experts, place_experts
+    from megatron_lancet.features.placement.layers import layers_with_experts, place_experts
 
     for moe in layers_with_experts([model] if moves_weights is not None else []):
         placement = placement_of(moe.number, moe.stock.config.num_moe_experts)
@@ -24,7 +24,7 @@ def bring_gradients_home(model: Any) -> None:
     """Moves the main gradients of placed experts to where stock has them; others stay."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_lancet.model.local_experts.placed import exchange, parameters_of_slots
+    from megatron_lancet.features.placement.experts import exchange, parameters_of_slots
 
     for layer in model.modules():
         slots = getattr(layer.router, "slots", None) if isinstance(layer, MoELayer) else None
@@ -37,7 +37,7 @@ def numbers_in_checkpoints(model: Any) -> list[list[int]]:
     """Of each part of each local expert in a checkpoint: the expert's number there, and the one that it has."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    from megatron_lancet.model.expert_placement import layers_with_experts, slots_of
+    from megatron_lancet.features.placement.layers import layers_with_experts, slots_of
 
     found = []
     for moe in layers_with_experts([model]):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lancet.model.routing.placement import Slots
+from megatron_lancet.features.placement.slots import Slots
 
 
 def test_columns_follow_the_placement_and_gradients_come_back():

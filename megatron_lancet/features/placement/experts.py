@@ -7,16 +7,17 @@ rank holds them, so that it can be loaded under any placement, and by stock.
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.routing.placement import Slots
+from megatron_lancet.features.placement.slots import Slots
 
 _NAMES = re.compile(r"local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+)")
 """Parameters of sequential experts, and of Transformer Engine's grouped ones."""
@@ -26,10 +27,10 @@ class PlacedExperts(MegatronModule):
     """Base of modules of local experts.
 
     Attributes:
-        slots: where the layer's experts are; None where Megatron has placed them.
+        slots: where the layer's experts are.
     """
 
-    slots: Slots | None = None
+    slots: Slots
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -39,23 +40,23 @@ class PlacedExperts(MegatronModule):
         return numbered_as_in_model(state, self.slots, len(sharded_offsets), metadata)
 
 
-class PlacedTEGroupedMLP(PlacedExperts, TEGroupedMLP):
-    """Megatron's grouped experts of Transformer Engine, at the slots of :attr:`slots`."""
+@cache
+def placed(kind: type[torch.nn.Module]) -> type[PlacedExperts]:
+    """The subclass of a class of local experts whose experts may be any of the layer's."""
+    assert issubclass(kind, TEGroupedMLP | SequentialMLP), kind
+    return type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
 
 
 def numbered_as_in_model(
-    state: dict[str, Any], slots: Slots | None, axis: int, metadata: dict[str, Any] | None
+    state: dict[str, Any], slots: Slots, axis: int, metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Gives the parts of a sharded state the logical numbers of their experts, in place.
 
     Args:
         state: Megatron's, whose parts have the numbers of slots.
-        slots: None for Megatron's placement.
         axis: dimension of the experts in the global tensors.
         metadata: of Megatron's checkpoint.
     """
-    if slots is None:
-        return state
     assert not (metadata or {}).get("singleton_local_shards", False), "names of experts in keys are not known here"
     experts = slots.experts  # a checkpoint that is written in the background keeps the present ones
 

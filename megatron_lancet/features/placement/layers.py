@@ -3,19 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 
+from megatron_lancet.features.placement.experts import exchange, parameters_of_slots, placed
+from megatron_lancet.features.placement.router import PlacedRouter
+from megatron_lancet.features.placement.slots import Slots
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
-from megatron_lancet.model.local_experts.placed import (
-    PlacedExperts,
-    PlacedTEGroupedMLP,
-    exchange,
-    parameters_of_slots,
-)
 from megatron_lancet.model.overlapping_moe import OverlappingMoE
-from megatron_lancet.model.routing.placement import Slots
-from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
 type OptimizerTensors = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
 """Tensors that belong to a parameter and move with it, such as its optimizer's."""
@@ -33,16 +27,13 @@ def layers_with_experts(stages: Iterable[LanguageModel]) -> Iterator[Overlapping
 
 def slots_of(moe: OverlappingMoE) -> Slots:
     """The slots of a layer's experts; at first Megatron's own. With them experts may be placed anew."""
-    router, experts = moe.stock.router, moe.stock.experts
-    assert isinstance(router, ChunkedTopKRouter), "the layer is not prepared"
-    if router.slots is None:
-        group = moe.stock.token_dispatcher.ep_group
-        if type(experts) is TEGroupedMLP:
-            experts = adopt(experts, PlacedTEGroupedMLP)
-        assert isinstance(experts, PlacedExperts), type(experts)
-        router.slots = experts.slots = Slots(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
-    assert isinstance(router.slots, Slots)
-    return router.slots
+    stock = moe.stock
+    if not isinstance(stock.router, PlacedRouter):
+        group = stock.token_dispatcher.ep_group
+        slots = Slots(range(stock.config.num_moe_experts), group.rank(), group.size())
+        adopt(stock.router, PlacedRouter).slots = slots
+        adopt(stock.experts, placed(type(stock.experts))).slots = slots
+    return stock.router.slots
 
 
 def place_experts(
