@@ -22,10 +22,10 @@ from benchmarks.training_step.routing import set_expert_shares
 from megatron_lancet.files import to_plain
 from megatron_lancet.lab.what_if.document_times import ColumnTimes, as_one_sample, measured_pair_shares, profiled
 from megatron_lancet.lab.what_if.packings import Drawn, Packing, Ranks, Setting, predict_packings
-from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.gpt import overlap, set_plan
 from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.sizes.attention import tokens_per_pair
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.comm import Comm

@@ -8,9 +8,9 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.bins.flags import BinsFlags
 from megatron_lancet.features.bins.step import BinSettings
-from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.sizes.attention import tokens_per_pair
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
 from megatron_lancet.training.platform.launcher import is_mocked
 

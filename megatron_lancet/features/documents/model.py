@@ -10,9 +10,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.features.documents.packed import PackedMicroBatch
-from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.parts import ModelPart
 from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.sizes.attention import tokens_per_pair
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.model.gpt import check_plan
+from megatron_lancet.planning.sizes.saved_tensors import expert_row_bytes
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
@@ -38,7 +39,6 @@ from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import OverlappedRun, Run
-from megatron_lancet.training.saved_tensors import expert_row_bytes
 
 FLAG = "--lancet-max-expert-rows"
 _CHUNKS_AT_WORK = 2

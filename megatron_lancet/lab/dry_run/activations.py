@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_lancet.lab.dry_run.stages import ModelChunk, PipelineStage
+from megatron_lancet.planning.sizes.saved_tensors import FP32_BYTES, layer_tensors, residual_bytes, tokens, value_bytes
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.layer_pattern import mtp_layer_kinds
-from megatron_lancet.training.saved_tensors import FP32_BYTES, layer_tensors, residual_bytes, tokens, value_bytes
 
 
 def activation_bytes(

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lancet.lab.dry_run.stages import PipelineStage
+from megatron_lancet.planning.sizes.saved_tensors import is_gated
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.layer_pattern import mtp_layer_kinds
-from megatron_lancet.training.saved_tensors import is_gated
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from megatron_lancet.lab.estimate.model_profile import Run, profile_of
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
+from megatron_lancet.planning.sizes.saved_tensors import FP32_BYTES, residual_bytes, value_bytes
 from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.saved_tensors import FP32_BYTES, residual_bytes, value_bytes
 
 _OPTIMIZER_PASSES = 2
 """The optimizer reads and writes its state."""

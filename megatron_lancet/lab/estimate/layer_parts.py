@@ -1,7 +1,7 @@
 """The parts of each op of a layer, from Megatron's arguments: what a chunk of a micro-batch computes and moves.
 
 FLOP and bytes follow from the sizes; an op's small kernels count by :data:`LAUNCHES`. Sizes follow
-``training/saved_tensors.py`` and ``dry_run/parameters.py``.
+``planning/sizes/saved_tensors.py`` and ``dry_run/parameters.py``.
 """
 
 import argparse
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from megatron_lancet.lab.estimate.devices import Rate
 from megatron_lancet.lab.estimate.kernels import Kernel, Part, elementwise, exchange, product
+from megatron_lancet.planning.sizes.saved_tensors import FP32_BYTES, is_gated, value_bytes
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.training.saved_tensors import FP32_BYTES, is_gated, value_bytes
 
 LAUNCHES = {
     "local": {

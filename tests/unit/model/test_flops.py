@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lancet.model.attention.flops import tokens_per_pair
+from megatron_lancet.planning.sizes.attention import tokens_per_pair
 from tests.small_gpt import EXPERTS, VOCAB, small_gpt, transformer_config
 
 MODELS = {

@@ -30,7 +30,7 @@ SPELLED_ELSEWHERE = {
     "model/adopt.py": {"mlp"},  # an attribute of its layers
     "model/recompute.py": {"mlp", "shared_experts"},  # values of --recompute-modules
     "training/plan/support.py": {"mlp", "shared_experts"},  # the same
-    "training/saved_tensors.py": {"mlp", "shared_experts"},  # the same
+    "planning/sizes/saved_tensors.py": {"mlp", "shared_experts"},  # the same
     "lab/check/shrink.py": {"mlp", "shared_experts"},  # the same
     "lab/estimate/layer_parts.py": {"mlp", "shared_experts"},  # the same
     # Values of --lancet-range: what runs in chunks.

@@ -5,9 +5,9 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.lengths import Documents
-from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.chunking import split_hidden
 from megatron_lancet.planning.documents.cost import DocumentCost
+from megatron_lancet.planning.sizes.attention import tokens_per_pair
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Segment, fixed_plan
 from tests.fakes import cpu_stats

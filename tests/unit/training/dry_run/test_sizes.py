@@ -23,11 +23,11 @@ from megatron_lancet.lab.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.lab.dry_run.parameters import Held
 from megatron_lancet.lab.dry_run.report import Findings
 from megatron_lancet.lab.dry_run.run import examine
+from megatron_lancet.planning.sizes.saved_tensors import layer_tensors
 from megatron_lancet.schedule.layers import LayerKind, pattern_of
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.training.saved_tensors import layer_tensors
 from tests.small_gpt import local_hybrid_stack
 
 SMALL = (

@@ -15,12 +15,12 @@ from megatron_lancet.features.row_bound.feature import (
     check_row_limit,
     most_rows,
 )
+from megatron_lancet.planning.sizes.saved_tensors import expert_row_bytes
 from megatron_lancet.report.summary import StepRecord, rank_medians, summarise
 from megatron_lancet.runtime.comm import CommSettings
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training.saved_tensors import expert_row_bytes
 from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
