@@ -19,18 +19,18 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.harness.cases import Shape, Variant
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.megatron_overlap import schedule_micro_batches
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
+from megatron_lancet.features.comm_priority.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.exchange import Handle
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
-from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 
 _SEED = 1
 _LEARNING_RATE = 1e-7

@@ -20,6 +20,7 @@ OWNERS = {
         "megatron.core.optimizer.distrib_optimizer",
         "megatron.training",
     ),
+    "features/comm_priority": ("megatron.core.distributed", "torch.distributed"),  # DDP's reductions
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the command line that Megatron's parser reads

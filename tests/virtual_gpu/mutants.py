@@ -41,7 +41,7 @@ WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
 KEEPERS = (
     "runtime/",
-    "training/megatron/grad_reduction.py",
+    "features/comm_priority/",
     "model/dispatcher/",
     "model/local_experts/",
     "features/dedup/",

@@ -9,12 +9,12 @@ from typing import Any
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
+from megatron_lancet.features.comm_priority.grad_reduction import missing_seams, reductions_in_micro_ops
 from megatron_lancet.flags import CheckedFlags, flag, words
-from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority, GradientReduction, MicroOps
-from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.run import Run
 from megatron_lancet.units import mb_to_bytes
 
@@ -60,6 +60,10 @@ class Priority(Feature):
     def needs_plan(self, config: LancetConfig) -> bool:
         """Whether all-to-alls go first."""
         return config.of(CommPriorityFlags).comm_priority is not CommPriority.OFF
+
+    def missing_seams(self) -> Iterator[str]:
+        """Yields what the priority uses of DDP's reductions, and this Megatron lacks."""
+        return missing_seams()
 
     def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
         """Pairs under virtual stages."""

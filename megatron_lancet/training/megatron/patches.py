@@ -1,9 +1,9 @@
 """Changes to Megatron that every run needs, and hooks around its training steps and its training loop.
 
-Each change is a context: it holds while training runs and is undone afterwards. This folder has the core's changes to
-Megatron: ``checkpoint_patches.py`` shows the arguments of a checkpoint, ``grad_reduction.py`` changes DDP's gradient
-reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` what validation sees, and
-``virtual_gpu_patches.py`` what is different on a virtual GPU. ``seams.py`` lists what is used without a change.
+Each change is a context: it holds while training runs and is undone afterwards. Only this folder, and a few features
+for themselves, change Megatron: ``checkpoint_patches.py`` shows the arguments of a checkpoint, ``cpu_patches.py`` and
+``mock_patches.py`` change the machine, ``cluster_patches.py`` what validation sees, and ``virtual_gpu_patches.py`` what
+is different on a virtual GPU. ``seams.py`` lists what is used without a change.
 """
 
 import functools

@@ -13,7 +13,6 @@ from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
@@ -115,7 +114,6 @@ _MODEL: tuple[Seam, ...] = (
 _TRAINING: tuple[Seam, ...] = (
     (DistributedDataParallel, "__init__", ("ddp_config",)),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
-    (ddp_buffers._ParamAndGradBucketGroup, "start_grad_sync", ()),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
     (training, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
@@ -187,14 +185,6 @@ SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_ON_VIRT
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
 """Attributes of weights that make DDP accept their gradients later."""
 
-_START_GRAD_SYNC = (
-    "_coalescing_manager(communication_group, async_ops=async_op) as cm",
-    "dist_reduce_scatter_func(",
-    "torch.distributed.all_reduce(",
-    "self.grad_reduce_handle = cm",
-)
-"""Parts of DDP's ``start_grad_sync`` that ``grad_reduction.py`` relies on."""
-
 _DDP_STREAM = "with torch.cuda.stream(ddp_stream):"
 """The stream on which DDP wraps a model; weights are reported on it, see ``runtime/weight_grad_store.py``."""
 
@@ -221,8 +211,6 @@ def check_seams() -> None:
     missing = missing_functions(SEAMS)
     ddp_source = inspect.getsource(DistributedDataParallel.__init__)
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
-    sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
-    missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
     missing += [seam for feature in features() for seam in feature.missing_seams()]
     if _DDP_STREAM not in inspect.getsource(training.get_model):
         missing.append(f"the line {_DDP_STREAM!r} in training.get_model")

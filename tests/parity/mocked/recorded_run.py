@@ -12,13 +12,13 @@ from unittest import mock
 
 import torch
 
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore

@@ -77,9 +77,9 @@ def reduced(ddp) -> list[torch.Tensor]:
 
 def log_collectives(stack: ExitStack) -> list[str]:
     """Everything that is started from here on, and which backward all-to-all was waited for."""
+    from megatron_lancet.features.comm_priority import grad_reduction
     from megatron_lancet.runtime import all_to_all
     from megatron_lancet.runtime.comm import Comm
-    from megatron_lancet.training.megatron import grad_reduction
 
     log: list[str] = []
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.reductions import MicroOps
 from tests.fakes import MicroOp, cpu_stats

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.planning.simulation.buckets import Buckets, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.engine import Engine
 from megatron_lancet.planning.simulation.links import LaunchReduction, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import Action, Step
-from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule import ops
 from megatron_lancet.schedule.dw_queue import DwRules

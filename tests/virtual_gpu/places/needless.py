@@ -23,7 +23,7 @@ NEEDLESS: dict[tuple[str, str, str], str] = {
         "torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning",
     ): "It sets the zero of the trace's times. What the step computes does not depend on it.",
     (
-        "training/megatron/grad_reduction.py",
+        "features/comm_priority/grad_reduction.py",
         "_ReduceScatter.__init__",
         "self._sent = ...",
     ): "Parts that lie side by side are then copied like others before they are sent: slower, with the same result. "

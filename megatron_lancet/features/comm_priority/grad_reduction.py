@@ -7,6 +7,7 @@ the handle that DDP waits for.
 """
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +18,30 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.training.megatron.seams import missing_functions
 
 _BUCKET_GROUP = ddp_buffers._ParamAndGradBucketGroup
+_START_GRAD_SYNC = (
+    "_coalescing_manager(communication_group, async_ops=async_op) as cm",
+    "dist_reduce_scatter_func(",
+    "torch.distributed.all_reduce(",
+    "self.grad_reduce_handle = cm",
+)
+"""Parts of DDP's ``start_grad_sync`` on which this file relies."""
+
+
+def missing_seams() -> Iterator[str]:
+    """Yields what Megatron lacks of what this file replaces."""
+    if missing := missing_functions([(_BUCKET_GROUP, "start_grad_sync", ())]):
+        yield from missing
+        return
+    source = inspect.getsource(_BUCKET_GROUP.start_grad_sync)
+    yield from (f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in source)
 
 
 class _Collective:
