@@ -88,6 +88,10 @@ class Samples:
     number_set_by: str
 
 
+type ReadBatch = Callable[[Any, Any], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""Reads the next micro-batch of a data iterator for a model: its tensors by Megatron's names, and further inputs."""
+
+
 @dataclass
 class SmallLaunch:
     """A launch that is checked on a few CPU ranks; features change it in place.
@@ -235,6 +239,25 @@ class Feature:
     def samples(self, args: argparse.Namespace, config: "LancetConfig") -> Samples | None:
         """Samples of another kind; None for Megatron's."""
         return None
+
+    def batches(self, args: argparse.Namespace, config: "LancetConfig") -> ReadBatch | None:
+        """Reads micro-batches that Megatron does not share out; None for Megatron's."""
+        return None
+
+    def shapes_vary(self, args: argparse.Namespace, has_plan: bool) -> bool:
+        """Whether pipeline stages send each other hidden states in other shapes than Megatron expects.
+
+        Args:
+            has_plan: whether the layers are the overlapping ones.
+        """
+        return False
+
+    def check_layers(self, args: argparse.Namespace, config: "LancetConfig") -> None:
+        """Checks Megatron's arguments, which are validated, before a plan is chosen.
+
+        Raises:
+            UsageError: the layers do not support what the user asks for.
+        """
 
     def check(self, facts: RunFacts) -> None:
         """Checks the run before any process group starts.

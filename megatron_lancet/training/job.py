@@ -20,8 +20,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
-from megatron_lancet.training.batches.limits import shapes_vary
-from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
+from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step, reader_of
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.connections import one_connection_note
@@ -65,7 +64,8 @@ def run_job(
         say(f"Megatron-Lancet environment: {note}")
     # Megatron's validation has set it to False; stages then send each other the shape of each message.
     samples = own_samples(args, config)
-    varies = samples is not None or shapes_vary(args, choice.plan is not None)
+    has_plan = choice.plan is not None
+    varies = samples is not None or any(feature.shapes_vary(args, has_plan) for feature in config.features)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
@@ -79,7 +79,7 @@ def run_job(
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(run.setup)
         status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
-        forward = functools.partial(forward_step, by_document=samples is not None)
+        forward = functools.partial(forward_step, read=reader_of(args, config))
         exit_status = _train(run_config, datasets or builder_of(samples), forward)
         run.report()
         dist.barrier()

@@ -2,10 +2,15 @@
 
 import argparse
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from megatron_lancet.feature import ActiveFeature, Feature, SmallLaunch
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.feature import ActiveFeature, Feature, ReadBatch, SmallLaunch
+from megatron_lancet.features.documents.limits import check_documents, shapes_vary
+from megatron_lancet.features.documents.sharing import read_documents
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
+from megatron_lancet.training.plan.support import own_samples
 from megatron_lancet.training.run import OverlappedRun, Run
 
 
@@ -13,6 +18,20 @@ class DocumentsFeature(Feature):
     """Samples that are made of documents, which do not attend to each other."""
 
     name = "documents"
+
+    def check_layers(self, args: argparse.Namespace, config: LancetConfig) -> None:
+        """Refuses layers that do not know documents."""
+        check_documents(args, config)
+
+    def batches(self, args: argparse.Namespace, config: LancetConfig) -> ReadBatch | None:
+        """Shares out micro-batches with the bounds of their documents."""
+        if not args.dataloader_inter_document_masking:
+            return None
+        return partial(read_documents, args, own_samples(args, config) is not None)
+
+    def shapes_vary(self, args: argparse.Namespace, has_plan: bool) -> bool:
+        """Whether Megatron's own layers take samples laid end to end."""
+        return shapes_vary(args, has_plan)
 
     def start(self, run: Run) -> "ActiveDocuments | None":
         """Prepares the model for documents."""

@@ -4,7 +4,7 @@ Legend of shapes: B micro-batch size, S sequence length of this rank.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -16,13 +16,11 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_lancet.feature import Samples
-from megatron_lancet.model.transformer_block import LayersByPlan
-from megatron_lancet.training.batches.documents import DocumentBatch
-from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import ReadBatch, Samples
 
 _TENSOR_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
@@ -95,12 +93,22 @@ def builder_of(samples: Samples | None) -> Callable[..., tuple[Any, Any, Any]]:
     return build
 
 
-def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None] | DocumentBatch:
+def reader_of(args: argparse.Namespace, config: LancetConfig) -> ReadBatch | None:
+    """Reads a feature's micro-batches; None for Megatron's.
+
+    Raises:
+        UsageError: the data set gives bounds of documents, and the installation lacks the part that reads them.
+    """
+    found = (feature.batches(args, config) for feature in config.features)
+    read = next((one for one in found if one is not None), None)
+    if read is None and args.dataloader_inter_document_masking:
+        raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the full package.")
+    return read
+
+
+def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
     """Fetch this rank's share of the next micro-batch: tensors [B, S], None for those that its stage does not read."""
     args = get_args()
-    if args.dataloader_inter_document_masking:
-        names = tensors_of_stage(vp_stage, predicts_further=args.mtp_num_layers is not None)
-        return next_documents(data_iterator, names, args.sequence_parallel)
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -130,6 +138,10 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
         is_pipeline_last_stage=last_stage,
     )
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+
+
+def _read(data_iterator: Any, model: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    return _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage")), {}
 
 
 def _loss(
@@ -162,28 +174,20 @@ def forward_step(
     model: torch.nn.Module,
     *,
     return_schedule_plan: bool = False,
-    by_document: bool = False,
+    read: ReadBatch | None = None,
 ) -> tuple[torch.Tensor | AbstractSchedulePlan, Callable[[torch.Tensor], Any]]:
     """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
 
     Args:
         return_schedule_plan: set by Megatron's own overlap (``--overlap-moe-expert-parallel-comm``). The step then
             runs nothing and returns Megatron's schedule of the micro-batch instead of the output.
-        by_document: whether each document is a sequence of the routers' balancing losses; otherwise each sample is.
+        read: reads micro-batches; None for Megatron's.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch, further = (read or _read)(data_iterator, model)
     timers("batch-generator").stop()
-    further = {}
-    if isinstance(batch, DocumentBatch):
-        if torch.is_grad_enabled():
-            update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
-        is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
-        batch = batch if is_ours else batch.end_to_end
-        further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=by_document)
-        batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
-    inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
+    inputs, loss_mask = map(batch.get, ("tokens", "position_ids", "attention_mask")), batch.get("loss_mask")
     run = cast(Any, model).build_schedule_plan if return_schedule_plan else model
-    output = run(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)
+    output = run(*inputs, labels=batch.get("labels"), loss_mask=loss_mask, **further)
     return output, partial(_loss, cast(torch.Tensor, loss_mask))

@@ -8,7 +8,6 @@ from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.training.batches.limits import check_documents
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
 from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan, nodes_of
@@ -36,7 +35,8 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         UsageError: the user asks for the overlap, and for something that it does not support.
     """
     check_attention(args, config)
-    check_documents(args, config)
+    for feature in config.features:
+        feature.check_layers(args, config)
     ranks_per_node(args, config)  # refuses a wrong number, also where no message depends on it
     if isinstance(config.plan, Path):
         plan = plan_from_file(config.plan, args, config)

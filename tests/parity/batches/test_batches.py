@@ -43,7 +43,7 @@ def samples() -> Iterator[dict[str, torch.Tensor]]:
 def shares(vp_stage: int | None) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
-    from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
+    from megatron_lancet.features.documents.sharing import next_documents, tensors_of_stage
 
     iterator = samples() if parallel_state.get_tensor_model_parallel_rank() == 0 else None
     found = []

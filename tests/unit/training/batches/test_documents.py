@@ -8,8 +8,8 @@ import torch
 from megatron.core.utils import flatten_batch_for_packed_sequences
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.batches.documents import DTYPES, DocumentBatch
-from megatron_lancet.training.batches.sharing import check_shares
+from megatron_lancet.features.documents.batch import DTYPES, DocumentBatch
+from megatron_lancet.features.documents.sharing import check_shares
 
 
 def sample_of(rows: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.limits import shapes_vary
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
-from megatron_lancet.training.batches.limits import shapes_vary
 from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan

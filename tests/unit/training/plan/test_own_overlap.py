@@ -117,17 +117,22 @@ def batch(monkeypatch):
     return batch
 
 
-@pytest.mark.parametrize("by_document", [False, True])
-def test_step_returns_megatrons_schedule_with_its_inputs(batch, by_document):
+def further(data_iterator, model):
+    """Reads micro-batches with an input that Megatron's lack."""
+    return gpt_data._next_batch(data_iterator, model.vp_stage), {"packed_seq_params": None}
+
+
+@pytest.mark.parametrize("read", [None, further])
+def test_step_returns_megatrons_schedule_with_its_inputs(batch, read):
     """Megatron makes the same call with CUDA graphs and FSDP, which no test machine runs."""
     model = _Model()
-    output, _ = gpt_data.forward_step(iter([]), model, by_document=by_document)
-    schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, by_document=by_document)
+    output, _ = gpt_data.forward_step(iter([]), model, read=read)
+    schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, read=read)
     assert isinstance(output, torch.Tensor)
     assert isinstance(schedule, _Schedule)
     (first, *inputs), (second, *same_inputs) = model.calls
     assert (first, second) == ("forward", "schedule")
     assert inputs == same_inputs
-    assert inputs[1].keys() == {"labels", "loss_mask"}
+    assert inputs[1].keys() == {"labels", "loss_mask"} | ({"packed_seq_params"} if read else set())
     loss, num_tokens, reported = loss_of(torch.full((2, 3), 0.5))
     assert (loss.item(), num_tokens.item(), reported["lm loss"].tolist()) == (3.0, 6, [3.0, 6.0])

@@ -4,6 +4,7 @@ Megatron's ``get_batch_on_this_tp_rank`` does so for batches of ``--seq-length``
 have another number of samples and of positions: the ranks get its size first.
 """
 
+import argparse
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,14 +13,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.batches.documents import DTYPES, DocumentBatch
+from megatron_lancet.features.documents.batch import DTYPES, DocumentBatch
+from megatron_lancet.model.transformer_block import LayersByPlan
 
 _INPUTS = ("tokens", "position_ids")
 _TARGETS = ("labels", "loss_mask")
 _NUM_SIZES = 4
+
+
+def read_documents(
+    args: argparse.Namespace, by_document: bool, data_iterator: Any, model: Any
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Reads this rank's share of the next micro-batch, a :data:`~megatron_lancet.feature.ReadBatch` with arguments.
+
+    Args:
+        by_document: see :meth:`DocumentBatch.packed_seq_params`.
+    """
+    names = tensors_of_stage(get_attr_wrapped_model(model, "vp_stage"), args.mtp_num_layers is not None)
+    batch = next_documents(data_iterator, names, args.sequence_parallel)
+    if torch.is_grad_enabled():
+        update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
+    is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
+    batch = batch if is_ours else batch.end_to_end
+    return batch.tensors, {"packed_seq_params": batch.packed_seq_params(is_ours, by_document)}
 
 
 def tensors_of_stage(vp_stage: int | None, predicts_further: bool) -> tuple[str, ...]:

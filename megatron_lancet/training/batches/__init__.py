@@ -1,1 +1,0 @@
-"""Micro-batches of documents: from a data iterator to all ranks of a model-parallel group, and to the model."""
