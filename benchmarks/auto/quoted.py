@@ -72,10 +72,10 @@ def sentence() -> str:
     marks = sorted({mark.strip() for _, mark in found} - {""})
     return (
         f"> **Trainings with `--lancet-plan auto`, the default, are {_range(speedups)} times as fast as stock where "
-        f"stock waits for {_range(waits)} of its step.** Stock has our attention kernel and transport; against stock as "
-        f"a user has it, {_range(users)} times. Ours waits for {_range([f'{share:.0%}' for share in left])} of its step. "
-        f"Medians of paired steps in {len(found)} cases on CPU ranks ([all](docs/performance.md#whole-trainings))"
-        f"{'; ' + ', '.join(marks) if marks else ''}."
+        f"stock waits for {_range(waits)} of its step.** Stock has our attention kernel and transport; against stock "
+        f"as a user has it, {_range(users)} times. Ours waits for {_range([f'{share:.0%}' for share in left])} of its "
+        f"step. Medians of paired steps in {len(found)} cases on CPU ranks "
+        f"([all](docs/performance.md#whole-trainings)){'; ' + ', '.join(marks) if marks else ''}."
     )
 
 

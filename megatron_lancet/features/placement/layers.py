@@ -32,7 +32,8 @@ def slots_of(moe: OverlappingMoE) -> Slots:
         group = stock.token_dispatcher.ep_group
         slots = Slots(range(stock.config.num_moe_experts), group.rank(), group.size())
         adopt(stock.router, PlacedRouter).slots = slots
-        adopt(stock.experts, placed(type(stock.experts))).slots = slots
+        experts: torch.nn.Module = stock.experts
+        adopt(experts, placed(type(experts))).slots = slots
     return stock.router.slots
 
 
