@@ -1,6 +1,7 @@
 """Lets the experts of a prepared layer change their ranks: weights move, then tokens follow."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -32,8 +33,8 @@ def slots_of(moe: OverlappingMoE) -> Slots:
         group = stock.token_dispatcher.ep_group
         slots = Slots(range(stock.config.num_moe_experts), group.rank(), group.size())
         adopt(stock.router, PlacedRouter).slots = slots
-        experts: torch.nn.Module = stock.experts
-        adopt(experts, placed(type(experts))).slots = slots
+        kind: Any = type(stock.experts)
+        adopt(stock.experts, placed(kind)).slots = slots
     return stock.router.slots
 
 
