@@ -29,12 +29,13 @@ def parsed(parser: argparse.ArgumentParser, name: str, packages: Sequence[str] =
     """Parses the command line; sets ``origin`` to the results' origin, or to None on a rank that writes no results.
 
     Args:
-        name: the script's name without suffix.
+        name: the script's name without suffix; its dotted name if it is not in this folder.
         packages: packages to record the versions of, in addition to torch and Megatron.
     """
     args = parser.parse_args()
     writes = args.output is not None and os.environ.get("RANK", "0") == "0"
-    args.origin = origin(f"benchmarks.parts.{name}", packages=packages) if writes else None
+    module = name if "." in name else f"benchmarks.parts.{name}"
+    args.origin = origin(module, packages=packages) if writes else None
     return args
 
 
