@@ -1,7 +1,7 @@
 """State that passes between the ops of a chunk, and their trace."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,16 +104,20 @@ op, or the experts' input bypasses the router. An op that receives its rows by a
 where the message with their gradients is launched."""
 
 
-@contextmanager
-def traced(trace: Recorder | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
+_UNTRACED = nullcontext()
+
+
+def traced(trace: Recorder | None, instruction: Instruction, x: ChunkState) -> AbstractContextManager[None]:
     """Traces the instruction that runs inside: the end of its op, and in the graph the end of the op's backward.
 
     Args:
         trace: None where nothing is recorded.
     """
-    if trace is None:
-        yield
-        return
+    return _UNTRACED if trace is None else _traced(trace, instruction, x)
+
+
+@contextmanager
+def _traced(trace: Recorder, instruction: Instruction, x: ChunkState) -> Iterator[None]:
     verb, op = instruction.verb, instruction.op
     if verb in _FORKS:
         setattr(x, _FORKS[verb], trace.boundary(getattr(x, _FORKS[verb]), str(op.mirrored())))

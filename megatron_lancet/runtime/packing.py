@@ -7,6 +7,7 @@ they are unpacked. Legend: N rows, h elements of a row, G groups of a row that h
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 
@@ -16,6 +17,7 @@ _ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
+_WIDTH_BYTES = {RowFormat.BF16: torch.bfloat16.itemsize, RowFormat.FP8: _FP8.itemsize}
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """Scale of a group of zeros, and of values that are too small to have one of their own."""
 
@@ -39,20 +41,25 @@ class RowLayout:
         Args:
             row_format: format of the first tensor in a message, if the format is narrower than the tensor's type.
         """
-        width_bytes = {RowFormat.BF16: torch.bfloat16.itemsize, RowFormat.FP8: _FP8.itemsize}
-        is_narrower = row_format in width_bytes and width_bytes[row_format] < tensors[0].dtype.itemsize
-        return RowLayout(
+        width_bytes = _WIDTH_BYTES.get(row_format)
+        is_narrower = width_bytes is not None and width_bytes < tensors[0].dtype.itemsize
+        return _layout(
             tuple(t.shape[1:] for t in tensors),
             tuple(t.dtype for t in tensors),
             row_format if is_narrower else RowFormat.EXACT,
         )
 
-    @property
+    @cached_property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes of a row of each part, without padding; fp8 rows are two parts, values and scales."""
         return tuple(num_elements * dtype.itemsize for num_elements, dtype in self._parts)
 
-    @property
+    @cached_property
+    def _row_bytes(self) -> int:
+        """Bytes of a packed row, with padding."""
+        return sum(map(_aligned, self.num_bytes))
+
+    @cached_property
     def _parts(self) -> list[tuple[int, torch.dtype]]:
         """Elements of a row, and type on the wire, of each part of a packed row."""
         (first, *others) = zip((shape.numel() for shape in self.row_shapes), self.dtypes, strict=True)
@@ -72,8 +79,7 @@ class RowLayout:
         values = self._narrowed(tensors)
         if len(values) == 1:
             return values[0].contiguous()
-        row_bytes = sum(map(_aligned, self.num_bytes))
-        packed = tensors[0].new_empty((len(tensors[0]), row_bytes), dtype=torch.uint8)
+        packed = tensors[0].new_empty((tensors[0].size(0), self._row_bytes), dtype=torch.uint8)
         for part, tensor in zip(self._columns(packed), values, strict=True):
             part.copy_(tensor.reshape(part.shape))
         return packed
@@ -87,7 +93,8 @@ class RowLayout:
                 self._widened(columns),
                 *(column.clone() for column in columns[1 + len(columns) - len(self.dtypes) :]),
             ]
-        return tuple(column.view(len(packed), *shape) for column, shape in zip(columns, self.row_shapes, strict=True))
+        num_rows = packed.size(0)
+        return tuple(column.view(num_rows, *shape) for column, shape in zip(columns, self.row_shapes, strict=True))
 
     def _columns(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Returns views [N, elements of a row] of each part of a message."""
@@ -112,6 +119,12 @@ class RowLayout:
         if self.row_format is RowFormat.FP8:
             return from_fp8(columns[0], columns[1], self.dtypes[0])
         return columns[0].to(self.dtypes[0])
+
+
+@cache
+def _layout(row_shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], row_format: RowFormat) -> RowLayout:
+    """One object for each layout: every message of every step would work the same sizes out again."""
+    return RowLayout(row_shapes, dtypes, row_format)
 
 
 def to_fp8(rows_Nh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Chooses a layer's core attention by its plan: Megatron's, or attention whose chunks see earlier chunks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -169,12 +169,17 @@ class SwitchableAttention:
             self._rotary.__class__ = self._rotary_class
 
 
-@contextmanager
-def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
+def at_positions(attention: torch.nn.Module, chunk: Chunk) -> AbstractContextManager[None]:
     """Inside, ``attention`` works on the positions of ``chunk``."""
-    if chunk.earlier is None and chunk.documents is None:
-        yield
-        return
+    is_whole = chunk.earlier is None and chunk.documents is None
+    return _EVERYWHERE if is_whole else _at_positions_of(attention, chunk)
+
+
+_EVERYWHERE = nullcontext()
+
+
+@contextmanager
+def _at_positions_of(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
     core = attention.core_attention
     assert isinstance(core, AttentionPerChunk)
     rotary = getattr(attention, "rotary_pos_emb", None)

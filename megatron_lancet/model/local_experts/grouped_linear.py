@@ -145,7 +145,9 @@ def multiply_one_by_one(
     """
     factors_XY = [weight.t() for weight in weights_OI] if transposed else weights_OI
     products_mY = rows_mX.new_empty(rows_mX.size(0), factors_XY[0].size(1))
-    for rows_TX, factor_XY, product_TY in zip(rows_mX.split(sizes), factors_XY, products_mY.split(sizes), strict=True):
+    # ``Tensor.split`` is Python around this, and costs the host as much again.
+    rows, products = rows_mX.split_with_sizes(sizes), products_mY.split_with_sizes(sizes)
+    for rows_TX, factor_XY, product_TY in zip(rows, factors_XY, products, strict=True):
         torch.mm(rows_TX, factor_XY, out=product_TY)
     return products_mY
 
@@ -173,5 +175,7 @@ def multiply_together(
 def _defer_one_by_one(
     deferrals: Sequence[Defer], sizes: Sequence[int], grad_mO: torch.Tensor, input_mI: torch.Tensor
 ) -> None:
-    for defer, grad_TO, input_TI in zip(deferrals, grad_mO.split(sizes), input_mI.split(sizes), strict=True):
+    for defer, grad_TO, input_TI in zip(
+        deferrals, grad_mO.split_with_sizes(sizes), input_mI.split_with_sizes(sizes), strict=True
+    ):
         defer(grad_TO, input_TI)

@@ -90,7 +90,7 @@ def clock(slow_s: dict[str, float], exposed_from: int, setups: list[Any]):
 def run() -> None:
     from megatron.training import training
 
-    from megatron_lancet.training import run
+    from megatron_lancet.features.tuning import feature
     from megatron_lancet.training.observe.step_recorder import StepRecorder
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
@@ -116,7 +116,7 @@ def run() -> None:
         stack.enter_context(around(StepRecorder, "observe", scripted))
         stack.enter_context(around(StepRecorder, "observe", noted))
         stack.enter_context(replaced(controller, "MIN_STEPS_BETWEEN_PLANS", 0))
-        stack.enter_context(replaced(run, "ProfilingPlanMaker", ScriptedMaker))
+        stack.enter_context(replaced(feature, "ProfilingPlanMaker", ScriptedMaker))
         main()
     if os.environ["RANK"] == "1":
         result = {"losses": losses, "model_modules": sorted(classes), "plans": plans}
