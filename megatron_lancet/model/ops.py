@@ -104,16 +104,13 @@ op, or the experts' input bypasses the router. An op that receives its rows by a
 where the message with their gradients is launched."""
 
 
-_UNTRACED = nullcontext()
-
-
 def traced(trace: Recorder | None, instruction: Instruction, x: ChunkState) -> AbstractContextManager[None]:
     """Traces the instruction that runs inside: the end of its op, and in the graph the end of the op's backward.
 
     Args:
         trace: None where nothing is recorded.
     """
-    return _UNTRACED if trace is None else _traced(trace, instruction, x)
+    return nullcontext() if trace is None else _traced(trace, instruction, x)
 
 
 @contextmanager

@@ -172,10 +172,7 @@ class SwitchableAttention:
 def at_positions(attention: torch.nn.Module, chunk: Chunk) -> AbstractContextManager[None]:
     """Inside, ``attention`` works on the positions of ``chunk``."""
     is_whole = chunk.earlier is None and chunk.documents is None
-    return _EVERYWHERE if is_whole else _at_positions_of(attention, chunk)
-
-
-_EVERYWHERE = nullcontext()
+    return nullcontext() if is_whole else _at_positions_of(attention, chunk)
 
 
 @contextmanager
