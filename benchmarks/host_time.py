@@ -90,7 +90,7 @@ def ms_by_op(timeline: RankTimeline) -> dict[str, float]:
 
 def _verb(name: str) -> str:
     """``L1.c0.F.experts`` is ``F.experts``."""
-    return "dW" if ".W." in name else ".".join(name.split(".")[-2:])
+    return "dW" if "W" in name.split(".") else ".".join(name.split(".")[-2:])
 
 
 def traced(runner: "Runner", device: torch.device) -> RankTimeline:
