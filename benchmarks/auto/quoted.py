@@ -65,22 +65,23 @@ def sentence() -> str:
     found = [(summary, quoted.mark) for _, quoted, summary in _found()]
     if not found:
         return NO_RESULT
-    speedups = sorted(f"{one.variants[AUTO].speedup.median:.2f}" for one, _ in found)
-    users = sorted(f"{one.variants[USERS].step_ms / one.variants[AUTO].step_ms:.2f}" for one, _ in found)
-    waits = sorted(f"{one.variants[SAME].waited_share:.0%}" for one, _ in found)
-    left = sorted((one.variants[AUTO].waited_share for one, _ in found))
-    marks = sorted({mark.strip() for _, mark in found} - {""})
+    autos = [one.variants[AUTO] for one, _ in found]
+    speedups = _range([auto.speedup.median for auto in autos], ".2f")
+    users = _range([one.variants[USERS].step_ms / one.variants[AUTO].step_ms for one, _ in found], ".2f")
+    waits = _range([100 * one.variants[SAME].waited_share for one, _ in found], ".0f")
+    left = _range([100 * auto.waited_share for auto in autos], ".0f")
+    marks = "".join(f"; {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
     return (
-        f"> **Trainings with `--lancet-plan auto`, the default, are {_range(speedups)} times as fast as stock where "
-        f"stock waits for {_range(waits)} of its step.** Stock has our attention kernel and transport; against stock "
-        f"as a user has it, {_range(users)} times. Ours waits for {_range([f'{share:.0%}' for share in left])} of its "
-        f"step. Medians of paired steps in {len(found)} cases on CPU ranks "
-        f"([all](docs/performance.md#whole-trainings)){'; ' + ', '.join(marks) if marks else ''}."
+        f"> **Trainings with `--lancet-plan auto`, the default, are {speedups} times as fast as stock where stock "
+        f"waits for {waits} % of its step.** Stock has our attention kernel and transport; against stock as a user "
+        f"has it, {users} times. Ours waits for {left} % of its step. Medians of paired steps in {len(found)} cases "
+        f"on CPU ranks (`sudo make bench-auto`; [results](docs/performance.md#whole-trainings)){marks}."
     )
 
 
-def _range(texts: Sequence[str]) -> str:
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+def _range(values: Sequence[float], digits: str) -> str:
+    low, high = (format(value, digits) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 TABLES = {"auto": auto, "auto-headline": headline, "auto-sentence": sentence}

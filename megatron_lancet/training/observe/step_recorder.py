@@ -76,12 +76,12 @@ class StepRecorder:
         self._num_kept = _MIN_KEPT
 
     def keep(self, num_steps: int) -> None:
-        """Keeps the records of at least so many steps."""
+        """Keeps the records of the last ``num_steps`` steps or more."""
         self._num_kept = max(self._num_kept, num_steps)
 
     @property
     def records(self) -> list[StepRecord]:
-        """Records of the last steps, at least ``num_kept`` of them, the newest last. Waits for the device."""
+        """Records of the last steps, see :meth:`keep`; the newest last. Waits for the device."""
         self._read()
         return self._records
 

@@ -4,6 +4,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 
 import pytest
 
@@ -83,6 +85,15 @@ def test_stocks_order_wins_if_all_plans_are_slower():
     race = race_of(TWO, FOUR, PAIRS)
     assert len(run(race, {BASE: 200, TWO: 210, FOUR: 230, PAIRS: 205})) == 4 * MIN_TURNS
     assert race.winner is not None
+
+
+@pytest.mark.parametrize(("slower_ms", "winner"), [(3, BASE), (4.5, TWO)])
+def test_simplest_wins_within_half_the_noise_only(slower_ms, winner):
+    """Steps of 95, 100 and 105 ms in turn: after six turns the noise is about 6 ms."""
+    race = race_of(TWO)
+    steps = {BASE: cycle([slower_ms + one for one in (95, 100, 105)]), TWO: cycle([95, 100, 105])}
+    run(race, {plan: partial(next, its) for plan, its in steps.items()})
+    assert race.winner.plan == winner
 
 
 def test_race_on_a_noisy_machine_is_bounded():
