@@ -119,9 +119,13 @@ class SmallLaunch:
     changes: list[str] = field(default_factory=list)
 
 
-def message_sms(config: "LancetConfig") -> int | None:
-    """Multiprocessors that a message of a run may take, at most; None where nothing bounds them."""
-    return next((n for feature in config.features if (n := feature.message_sms(config)) is not None), None)
+def message_sms(config: "LancetConfig", device: Any = None) -> int | None:
+    """Multiprocessors that a message of a run may take, at most; None where nothing bounds them.
+
+    Args:
+        device: a torch.device; None where it is not known.
+    """
+    return next((n for feature in config.features if (n := feature.message_sms(config, device)) is not None), None)
 
 
 class ActiveFeature:
@@ -395,7 +399,7 @@ class Feature:
         """
         return reduction
 
-    def message_sms(self, config: "LancetConfig") -> int | None:
+    def message_sms(self, config: "LancetConfig", device: Any = None) -> int | None:
         """Multiprocessors that a message may take, at most, for profiles and mocked links; None for no bound."""
         return None
 

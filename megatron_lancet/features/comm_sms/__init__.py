@@ -1,1 +1,1 @@
-"""A bound on the multiprocessors that all-to-alls take."""
+"""Multiprocessors of all-to-alls: how many they take, and how many concurrent kernels leave."""

@@ -1,4 +1,4 @@
-"""The bound on the SMs of a plan's all-to-alls, ``--lancet-comm-sms``: whether it can act in a run."""
+"""``--lancet-comm-sms``: the SMs that a plan's all-to-alls may take, and that the kernels beside them leave."""
 
 import argparse
 import os
@@ -12,12 +12,17 @@ import torch.distributed as dist
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature, RunFacts
+from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, free_sms, given_elsewhere, has_carveout
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 
 FLAG = "--lancet-comm-sms"
+DEFAULT = 16
+"""On Hopper and Blackwell; NVIDIA's recipes that overlap all-to-alls take 16 to 24."""
+_DEFAULT_ON = (9, 10)
+"""Major compute capabilities of these."""
 _NCCL = "nccl"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 """Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
@@ -32,12 +37,13 @@ class CommSmsFlags(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
-        advice="Without the flag NCCL chooses.",
+        advice="Without the flag it is 16 on Hopper and Blackwell; elsewhere NCCL chooses.",
         unchecked="",
         not_with_spec=": Megatron has made its process groups already. Set max_ctas of ep and tp_ep_mp in "
         "--nccl-communicator-config-path instead.",
-        help="most streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take from concurrent "
-        "kernels; a power of two. Default: NCCL chooses.",
+        help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
+        "concurrent matrix products and norms leave; a power of two. Default with a plan: 16 on Hopper and Blackwell, "
+        "unless NCCL_MAX_CTAS or a margin of Transformer Engine is set; elsewhere NCCL chooses.",
     )
 
 
@@ -48,20 +54,51 @@ class BoundedSms(Feature):
     flags = CommSmsFlags
 
     def needs_plan(self, config: LancetConfig) -> bool:
-        """Whether there is a bound."""
-        return self.message_sms(config) is not None
+        """Whether the user gives a bound."""
+        return config.of(CommSmsFlags).comm_sms is not None
 
-    def message_sms(self, config: LancetConfig) -> int | None:
-        """The bound."""
-        return config.of(CommSmsFlags).comm_sms
+    def message_sms(self, config: LancetConfig, device: torch.device | None = None) -> int | None:
+        """The bound: the user's, or the default of the device."""
+        given = config.of(CommSmsFlags).comm_sms
+        return given if given is not None else default_sms(device)
 
     def check(self, facts: RunFacts) -> None:
         """Refuses a bound that nothing keeps to."""
         check_comm_sms(facts.args, facts.config, facts.plan, facts.device)
 
+    def announce(self, facts: RunFacts) -> Iterator[str]:
+        """Yields the environment's line."""
+        num_sms = self._acting(facts)
+        if num_sms is not None:
+            source = FLAG if self.needs_plan(facts.config) else f"the default here; {FLAG} changes it"
+            yield (
+                f"environment: an all-to-all takes at most {num_sms} SMs, and matrix products and norms leave as many "
+                f"({source})"
+            )
+
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:
-        """Bounds the groups that Megatron makes."""
-        stack.enter_context(bounded_expert_groups(self.message_sms(facts.config)))
+        """Bounds the groups that Megatron makes, and the kernels beside their messages."""
+        num_sms = self._acting(facts)
+        if num_sms is not None:
+            stack.enter_context(free_sms(num_sms))
+        if not is_mocked(facts.args):
+            stack.enter_context(bounded_expert_groups(num_sms))
+
+    def _acting(self, facts: RunFacts) -> int | None:
+        """The bound of a run with messages on a GPU; None without."""
+        on_gpu = facts.device is not None and facts.device.type == "cuda"
+        return self.message_sms(facts.config, facts.device) if on_gpu and facts.plan is not None else None
+
+
+def default_sms(device: torch.device | None) -> int | None:
+    """SMs of messages where the user gives none; None where that is left to NCCL.
+
+    Args:
+        device: None where it is not known.
+    """
+    if device is None or device.type != "cuda" or given_elsewhere() is not None or next(_obstacles_of_torch(), None):
+        return None
+    return DEFAULT if torch.cuda.get_device_capability(device)[0] in _DEFAULT_ON else None
 
 
 def check_comm_sms(
@@ -115,9 +152,13 @@ def _obstacles(args: argparse.Namespace, num_sms: int, plan: Plan | None, device
 
 
 def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
-    largest = os.environ.get("NCCL_MAX_CTAS")
+    largest = os.environ.get(NCCL_MOST)
     if largest not in (None, "", str(num_sms)):
-        yield f"NCCL_MAX_CTAS is {largest}, which takes precedence in NCCL. Unset one of the two."
+        yield f"{NCCL_MOST} is {largest}, which takes precedence in NCCL. Unset one of the two."
+    for name in TE_VARIABLES:
+        margin = os.environ.get(name)
+        if margin not in (None, "", str(num_sms)):
+            yield f"{name} is {margin}, and the flag sets it to {num_sms}. Unset one of the two."
     for name in _AT_LEAST:
         least = os.environ.get(name, "")
         if least.isdigit() and int(least) > num_sms:
@@ -125,6 +166,10 @@ def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
 
 
 def _obstacles_of_torch() -> Iterator[str]:
+    if not has_carveout():
+        yield (
+            f"torch {torch.__version__} has no setting for SMs that its matrix products leave. Install 2.11 or newer."
+        )
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if options is None or not hasattr(getattr(options(), "config", None), "max_ctas"):
         yield (

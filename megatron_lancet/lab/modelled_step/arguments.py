@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--host-wait-us", "time after an event until a waiting host goes on", default.host_wait_us),
     ):
         parser.add_argument(name, type=float, default=value, metavar="X", help=f"{what} (default: {value:g})")
+    for name, what in (
+        ("--message-sms", "multiprocessors that a message takes; 0: it takes nothing from kernels"),
+        ("--carveout-sms", "multiprocessors that matrix products leave to messages, see --lancet-comm-sms"),
+    ):
+        parser.add_argument(name, type=int, default=0, metavar="N", help=f"{what} (default: 0)")
     parser.add_argument(
         "--layers",
         type=int,
@@ -81,6 +86,9 @@ def check_arguments(own: argparse.Namespace) -> None:
     if min(own.connections) < 1 or min(own.launch_us) < 0:
         raise UsageError("--connections expects numbers of at least 1, --launch-us numbers of at least 0.")
     default = DeviceModel()
+    for name, number in (("--message-sms", own.message_sms), ("--carveout-sms", own.carveout_sms)):
+        if not 0 <= number < default.num_sms:
+            raise UsageError(f"{name} expects 0 to {default.num_sms - 1}, got {number}.")
     gpu = GPUS.get(own.gpu)
     if own.tflops is None:
         rate = default.flops_per_s if gpu is None else gpu.flops_per_s * REACHED[Rate.PRODUCT].middle

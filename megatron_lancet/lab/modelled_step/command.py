@@ -85,6 +85,9 @@ def _device(own: argparse.Namespace, launch_us: float, connections: int | None) 
         host_wait_us=own.host_wait_us,
         connections=connections,
         link=own.link,
+        message_sms=own.message_sms,
+        persistent=own.message_sms > 0,
+        carveout_sms=own.carveout_sms,
     )
     return device.with_launch_us(launch_us)
 

@@ -185,3 +185,21 @@ def test_messages_of_all_groups_queue_for_one_link_in_order():
     played = play(log, replace(DEVICE, one_link=True))
     assert [one.on_wire for one in played.messages] == [Interval(20, 40), Interval(0, 20)]
     assert [one.ready_us for one in played.messages] == [9, 0]
+
+
+PERSISTENT = replace(SLOW, persistent=True)
+"""A product has four blocks: three run beside a message, and the last one behind them."""
+
+
+def test_product_beside_a_message_runs_in_two_waves():
+    log = [Kernel(COMPUTE, "add", 0, 10), *behind(1, COMPUTE, COMM), *message(15), kernel(12), kernel(12)]
+    assert list(play(log, PERSISTENT).kernels.values())[1:] == [Interval(10, 34), Interval(34, 46)]
+    # With a block less there is one wave, of a third more, and so there is without a message.
+    carved = replace(PERSISTENT, carveout_sms=1)
+    assert list(play(log, carved).kernels.values())[1:] == [Interval(10, 26), Interval(26, 42)]
+
+
+def test_message_waits_for_the_product_that_runs():
+    log = [kernel(18), *message(7)]
+    assert [one.on_wire for one in play(log, PERSISTENT).messages] == [Interval(18, 30)]
+    assert [one.on_wire for one in play(log, replace(PERSISTENT, carveout_sms=1)).messages] == [Interval(0, 12)]

@@ -1,5 +1,6 @@
 """A model of a GPU, its host and its links: what a kernel, a launch, a wait and a message cost."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,9 @@ class DeviceModel:
         num_sms: multiprocessors: 132 by NVIDIA's data sheet of the H100 SXM.
         message_sms: multiprocessors that a message takes. While one is on the wire, kernels of other streams have the
             rest, and run slower by that share. 0 for messages that take nothing from kernels.
+        persistent: whether matrix products have a block on each multiprocessor that they may use, to their end: beside
+            a message they run in waves, and a message waits for the one that runs. They do not run slower otherwise.
+        carveout_sms: multiprocessors that matrix products leave.
     """
 
     flops_per_s: float = 600e12
@@ -50,6 +54,8 @@ class DeviceModel:
     one_link: bool = False
     num_sms: int = 132
     message_sms: int = 0
+    persistent: bool = False
+    carveout_sms: int = 0
 
     def with_launch_us(self, launch_us: float) -> "DeviceModel":
         """The same device with another launch cost; 0 makes everything free that the host does."""
@@ -59,7 +65,8 @@ class DeviceModel:
 
     def kernel_us(self, flops: float, num_bytes: float) -> float:
         """Duration of a kernel: bounded by arithmetic, by memory, or by being a kernel."""
-        return max(flops / self.flops_per_s * 1e6, num_bytes / self.bytes_per_s * 1e6, self.min_kernel_us)
+        flops_per_s = self.flops_per_s * (self.num_sms - self.carveout_sms) / self.num_sms
+        return max(flops / flops_per_s * 1e6, num_bytes / self.bytes_per_s * 1e6, self.min_kernel_us)
 
     @property
     def counts_us(self) -> float:
@@ -70,6 +77,16 @@ class DeviceModel:
     def speed_beside_message(self) -> float:
         """Speed of a kernel while a message is on the wire, by that without one."""
         return (self.num_sms - self.message_sms) / self.num_sms
+
+    @property
+    def waves_beside_message(self) -> int:
+        """Waves in which a persistent product runs that starts while a message is on the wire."""
+        return math.ceil((self.num_sms - self.carveout_sms) / (self.num_sms - self.message_sms))
+
+    @property
+    def messages_wait(self) -> bool:
+        """Whether a running product leaves too few multiprocessors for a message."""
+        return self.persistent and self.carveout_sms < self.message_sms
 
     @property
     def messages_meet(self) -> bool:

@@ -5,7 +5,8 @@ end; a stream starts its next kernel when the host has launched it, its last one
 stream waits for have been reached. Messages of one group queue for its link.
 
 Where messages slow down kernels, or queue for one link, the log is played again with the messages of the pass before,
-until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer.
+until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer. Persistent
+products meet messages in the host's order: those that the host launched before.
 
 Time for which compute stands still is divided into three: it waits for a message that is on the wire; the host waits
 for a value, such as token counts, and enqueues nothing; the rest, in which the host has not launched the next kernel
@@ -168,6 +169,10 @@ class _Player:
         self._in_collective: set[int] = set()
         self._kernels: dict[int, Interval] = {}
         self._messages: list[PlayedMessage] = []
+        self._on_wire: defaultdict[int, _InOrder] = defaultdict(_InOrder)
+        """By stream: messages."""
+        self._products = _InOrder()
+        """Of the compute stream."""
         self._events_us: dict[int, float] = {}
         self._marks: list[tuple[Mark, float]] = []
         self._busy_us = 0.0
@@ -238,7 +243,9 @@ class _Player:
         self._host_us += self._device.launch_us
         start_us = self._starts_us(kernel.stream)
         alone_us = self._device.kernel_us(kernel.flops, kernel.num_bytes)
-        if self._device.message_sms:
+        if self._device.persistent and kernel.flops:
+            ran = self._run_product(kernel.stream, start_us, alone_us)
+        elif self._device.message_sms:
             ran = self._met.beside(kernel.stream, start_us, alone_us, self._device.speed_beside_message)
         else:
             ran = Interval(start_us, start_us + alone_us)
@@ -246,6 +253,15 @@ class _Player:
             self._stand_still_until(start_us)
             self._busy_us += ran.us
         self._free_us[kernel.stream] = ran.end_us
+        return ran
+
+    def _run_product(self, stream: int, start_us: float, alone_us: float) -> Interval:
+        wires = [wire for sender, wire in self._on_wire.items() if sender != stream]
+        is_beside = any(wire.at(start_us) is not None for wire in wires)
+        waves = self._device.waves_beside_message if is_beside else 1
+        ran = Interval(start_us, start_us + waves * alone_us)
+        if stream == self._compute:
+            self._products.add(ran)
         return ran
 
     def _send(self, collective: CollectiveBegins) -> None:
@@ -257,6 +273,9 @@ class _Player:
         if self._device.one_link:
             start_us = max(start_us, self._met.link_free_us(group, ready_us))
         is_alone = collective.num_ranks == 1
+        if self._device.messages_wait and stream != self._compute and not is_alone:
+            product = self._products.at(start_us)
+            start_us = start_us if product is None else product.end_us
         duration_us = 0.0 if is_alone else self._device.message_us(group, collective.bytes_to_others)
         on_wire = Interval(start_us, start_us + duration_us)
         if stream == self._compute:
@@ -265,6 +284,7 @@ class _Player:
         if not is_alone:
             sent = PlayedMessage(collective.name, group, stream, collective.bytes_to_others, on_wire, ready_us)
             self._messages.append(sent)
+            self._on_wire[stream].add(on_wire)
         self._free_us[stream] = self._link_us[group] = on_wire.end_us
 
     def _stand_still_until(self, start_us: float) -> None:
@@ -292,6 +312,24 @@ class _Player:
         goes_on_us = max(self._host_us, reached_us) + self._device.host_wait_us
         self._host_waits.append(Interval(self._host_us, goes_on_us))
         self._host_us = goes_on_us
+
+
+class _InOrder:
+    """Times of one stream."""
+
+    def __init__(self) -> None:
+        self._all: list[Interval] = []
+        self._ends_us: list[float] = []
+
+    def add(self, one: Interval) -> None:
+        self._all.append(one)
+        self._ends_us.append(one.end_us)
+
+    def at(self, time_us: float) -> Interval | None:
+        """The one that holds a time; None if there is none."""
+        place = bisect_right(self._ends_us, time_us)
+        found = self._all[place] if place < len(self._all) else None
+        return found if found is not None and found.start_us <= time_us else None
 
 
 class _Met:

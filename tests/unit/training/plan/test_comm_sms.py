@@ -1,8 +1,10 @@
 """The bound on the SMs of all-to-alls reaches the groups that send them, and is refused where it can't act."""
 
 import argparse
+import os
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.comm_sms.feature import CommSmsFlags, check_comm_sms
+from megatron_lancet.feature import RunFacts
+from megatron_lancet.features.comm_sms.feature import COMM_SMS, CommSmsFlags, check_comm_sms
+from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, free_sms
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
@@ -34,8 +38,9 @@ UNSET = -(2**31)
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS"):
+    for name in (NCCL_MOST, "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", *TE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
 
@@ -158,6 +163,69 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         assert dist.group.WORLD._link.num_sms == expected
 
 
+def carveout() -> int | None:
+    return torch._C._get_sm_carveout_experimental()
+
+
+@pytest.mark.parametrize("before", [None, "24"])
+def test_compute_leaves_the_sms_of_messages_inside_only(monkeypatch, before):
+    name = TE_VARIABLES[0]
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with free_sms(8):
+        assert [os.environ[name] for name in TE_VARIABLES] == ["8"] * 3
+        assert carveout() == 8
+    assert os.environ.get(name) == before
+    assert TE_VARIABLES[1] not in os.environ
+    assert carveout() is None
+
+
+TWO_CHUNKS = fixed_plan(2)
+
+
+def facts_with(config, plan=TWO_CHUNKS, device=GPU, **changes: object) -> RunFacts:
+    return RunFacts(arguments(**changes), config, plan, device=device)
+
+
+def test_flag_sets_both_sides_and_says_so():
+    facts = facts_with(BOUND)
+    with ExitStack() as stack:
+        COMM_SMS.enter(facts, stack)
+        assert parallel_state.get_nccl_options("ep", {}).config.max_ctas == 8
+        assert carveout() == 8
+    assert parallel_state.get_nccl_options("ep", {}) is None
+    (line,) = COMM_SMS.announce(facts)
+    assert line.startswith("environment: an all-to-all takes at most 8 SMs,")
+    assert line.endswith("(--lancet-comm-sms)")
+
+
+@pytest.mark.parametrize(("major", "expected"), [(8, None), (9, 16), (10, 16), (12, None)])
+def test_default_is_for_hopper_and_blackwell(monkeypatch, major, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    config = config_with(CommSmsFlags())
+    assert COMM_SMS.message_sms(config, GPU) == expected
+    assert COMM_SMS.message_sms(config, torch.device("cpu")) is None
+    with ExitStack() as stack:
+        COMM_SMS.enter(facts_with(config), stack)
+        assert carveout() == expected
+    lines = list(COMM_SMS.announce(facts_with(config)))
+    assert len(lines) == (expected is not None)
+    assert all(f"at most {expected} SMs" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", [NCCL_MOST, *TE_VARIABLES])
+def test_default_gives_way_to_the_users_environment(monkeypatch, name):
+    monkeypatch.setenv(name, "24")
+    assert COMM_SMS.message_sms(config_with(CommSmsFlags()), GPU) is None
+
+
+def test_stock_modules_have_no_default():
+    with ExitStack() as stack:
+        COMM_SMS.enter(facts_with(config_with(CommSmsFlags()), plan=None), stack)
+        assert carveout() is None
+    assert not list(COMM_SMS.announce(facts_with(config_with(CommSmsFlags()), plan=None)))
+
+
 @pytest.mark.parametrize(
     ("name", "accepted", "refused"),
     [
@@ -165,6 +233,8 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         ("NCCL_MIN_CTAS", "8", "9"),
         ("NCCL_MIN_NCHANNELS", "4", "32"),
         ("NCCL_MIN_P2P_NCHANNELS", "1", "16"),
+        ("NVTE_EXT_MARGIN_SM", "8", "16"),
+        ("NVTE_BWD_LAYERNORM_SM_MARGIN", "8", "0"),
     ],
 )
 def test_bound_on_sms_must_agree_with_variables_of_nccl(monkeypatch, name, accepted, refused):
