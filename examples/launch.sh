@@ -13,6 +13,8 @@
 #   LAYERS                  transformer_engine, with its grouped experts and apex; or local: packages from PyPI are enough
 #   PYTHON                  interpreter (this checkout's .venv, else python3)
 #   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF   of CUDA and torch (32, expandable_segments:True): docs/gpus.md
+#   NVTE_USE_CUTLASS_GROUPED_GEMM   of Transformer Engine (1)
+# To keep Megatron's check for NaN, delete the line with --no-check-for-nan-in-loss-and-grad.
 set -eu
 root=$(CDPATH='' cd -P -- "$(dirname -- "$0")/.." && pwd)
 nodes=${NNODES:-1}
@@ -43,7 +45,11 @@ if [ "${LAYERS:-transformer_engine}" = local ]; then
         --no-masked-softmax-fusion --no-rope-fusion "$@"
 else
     set -- --transformer-impl transformer_engine --moe-grouped-gemm "$@"
+    # On Hopper one kernel multiplies the rows of all experts; otherwise each expert has a kernel, and a launch.
+    export NVTE_USE_CUTLASS_GROUPED_GEMM="${NVTE_USE_CUTLASS_GROUPED_GEMM:-1}"
 fi
+# Megatron's check of each gradient makes the host wait for the device inside the backward pass, between two messages.
+set -- --no-check-for-nan-in-loss-and-grad "$@"
 
 for argument in "$@"; do
     [ "$argument" != --lancet-dry-run ] ||

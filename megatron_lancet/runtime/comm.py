@@ -15,8 +15,8 @@ In both cases the messages of one connection (one stream) are launched in the pl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -205,8 +205,10 @@ class Comm:
 
     def wait_for_counts(self, exchange: CountsExchange) -> TokenCounts:
         """See :meth:`CountsExchange.wait`."""
-        with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
+        try:
             return exchange.transfer.wait()
+        except RuntimeError as error:
+            raise self._failure(exchange.op, exchange.launched_s, exchange.micro_batch, error) from error
 
     def wait_for_own_counts(self, exchange: CountsExchange) -> list[list[int]]:
         """See :meth:`CountsExchange.wait_for_own`."""
@@ -218,9 +220,11 @@ class Comm:
         self.wait_for_launch(exchange)
         assert exchange.transfer is not None
         self.mark(_WAITING, exchange.op)
-        failing_as = self._failing_as(exchange.op, exchange.created_s, exchange.micro_batch)
-        with failing_as, waiting(self.trace, exchange.op):
-            exchange.transfer.wait()
+        try:
+            with waiting(self.trace, exchange.op):
+                exchange.transfer.wait()
+        except RuntimeError as error:
+            raise self._failure(exchange.op, exchange.created_s, exchange.micro_batch, error) from error
         self.mark(_PAST, exchange.op)
         self._count(exchange, exchange.transfer)
 
@@ -301,16 +305,12 @@ class Comm:
         with self._waiting_for_counts():
             return exchange.pending.splits()
 
-    @contextmanager
-    def _failing_as(self, op: Op, launched_s: float, micro_batch: int | None) -> Iterator[None]:
-        """Converts errors of the transport into one that names the op and, if known, micro-batch and failed rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            peers = self._hop_of(op).peers
-            if peers is None:
-                raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
-            raise peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
+    def _failure(self, op: Op, launched_s: float, micro_batch: int | None, error: RuntimeError) -> RuntimeError:
+        """Converts an error of the transport into one that names the op and, if known, micro-batch and failed rank."""
+        peers = self._hop_of(op).peers
+        if peers is None:
+            return RuntimeError(f"all-to-all {op} did not complete: {error}")
+        return peers.failure(op, time.monotonic() - launched_s, error, micro_batch)
 
     def _count(self, exchange: Exchange, transfer: Transfer) -> None:
         own_rank = self._hop_of(exchange.op).own_rank

@@ -8,10 +8,12 @@ The time at which a dW *is computed* may depend on the clock, because that is lo
 backward pass, the same on every rank. (Lancet, section 4.1, places dWs; the order of DDP's reductions is added here.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -35,6 +37,7 @@ class DeferredWeight:
         name: name of the dW op, for example ``L3.W.linear_fc1``.
         num_pending: dWs that were put but have not run.
         num_reported: number of reports to DDP; for tests and assertions.
+        ddp_stream: of DDP's work; None on a CPU. ``dw_stream`` is that of the dWs, None until one has run.
     """
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
@@ -48,8 +51,8 @@ class DeferredWeight:
         self._parameter = parameter
         self._sum: torch.Tensor | None = None
         self._report_ready = report_ready
-        self._ddp_stream = torch.cuda.current_stream() if on_cuda(parameter) else None
-        self._dw_stream: torch.cuda.Stream | None = None
+        self.ddp_stream = torch.cuda.current_stream() if on_cuda(parameter) else None
+        self.dw_stream: torch.cuda.Stream | None = None
 
     @property
     def main_grad(self) -> torch.Tensor:
@@ -99,44 +102,32 @@ class DeferredWeight:
     def ran(self) -> None:
         """Notes that a dW has run, or was enqueued on the current stream."""
         self.num_pending -= 1
-        if self._ddp_stream is not None:
-            self._dw_stream = torch.cuda.current_stream()
+        if self.ddp_stream is not None:
+            self.dw_stream = torch.cuda.current_stream()
 
-    def report(self) -> None:
-        """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
-        assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
-        with torch.cuda.stream(self._dw_stream) if self._dw_stream is not None else nullcontext():
-            self._add_sum()
-        with self._behind_dws():
-            self._report()
-
-    def _add_sum(self) -> None:
+    def add_sum(self) -> None:
+        """Adds the sum of dWs, see :meth:`add_to_main_grad`, where there is one. Runs on the stream of the dWs."""
         if self._sum is not None:
             self.main_grad.add_(self._sum)
             self._sum = None
 
-    @contextmanager
-    def _behind_dws(self) -> Iterator[None]:
-        """Runs DDP's kernels on its stream, behind the dWs of this weight; autograd orders defined gradients only."""
-        if self._ddp_stream is None:
-            yield
-            return
-        if self._dw_stream is not None:
-            self._ddp_stream.wait_stream(self._dw_stream)
-        with torch.cuda.stream(self._ddp_stream):
-            yield
-
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
+        assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
         parameter = self._parameter
         # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
         if parameter.grad is None:
-            # Not new_empty: of a weight that is kept in fp8 that would be a quantized tensor.
-            placeholder = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = placeholder.expand(parameter.shape)
+            parameter.grad = self._placeholder
         self._report_ready()
         self.num_reported += 1
+
+    @cached_property
+    def _placeholder(self) -> torch.Tensor:
+        parameter = self._parameter
+        # Not new_empty: of a weight that is kept in fp8 that would be a quantized tensor.
+        return torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     def abandon(self) -> None:
         """Forgets dWs of a backward pass that has failed. Its part of the gradient is incomplete."""
@@ -292,10 +283,7 @@ class WeightGradStore:
         self._flush_is_queued = False  # last, so that a flush that raised is seen
 
     def abandon(self) -> None:
-        """Drops all that a failed backward pass has left, so that another step can run. No weight is reported.
-
-        The gradients of the failed step are incomplete; the next step has to begin with cleared ones.
-        """
+        """Drops what a failed backward pass has left and reports nothing: the next step needs cleared gradients."""
         for weight in self._weights:
             weight.abandon()
         self._queue = DwQueue(self._rules)
@@ -350,5 +338,14 @@ class WeightGradStore:
 
 
 def _report_all(weights: Sequence[DeferredWeight]) -> None:
-    for weight in weights:
-        weight.report()
+    """Reports weights to DDP in their order; those that share streams behind one wait for all their dWs."""
+    for (ddp_stream, dw_stream), sharing in groupby(weights, key=attrgetter("ddp_stream", "dw_stream")):
+        together = list(sharing)
+        with nullcontext() if dw_stream is None else torch.cuda.stream(dw_stream):
+            for weight in together:
+                weight.add_sum()
+        if dw_stream is not None:
+            ddp_stream.wait_stream(dw_stream)
+        with nullcontext() if ddp_stream is None else torch.cuda.stream(ddp_stream):
+            for weight in together:
+                weight.report()

@@ -37,7 +37,7 @@ REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
 NOT_PRODUCT = ("testkit/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
-WRAPPERS = {"block", "block_current", "_behind_dws"}
+WRAPPERS = {"block", "block_current"}
 """Methods of the product that do nothing but wait."""
 KEEPERS = (
     "runtime/",
@@ -173,8 +173,6 @@ def _calls(function: _Function) -> Iterator[tuple[ast.AST, str, str, _Change]]:
                 yield node, "", "deleted", _setter(statement, "value", ast.Constant(None))
             elif name == "record_event":
                 yield node, "", "never recorded", _becomes(node, "torch.cuda.Event()")
-            elif name == "_behind_dws":
-                yield node, "", "deleted", _becomes(node, "nullcontext()")
 
 
 def _kept(

@@ -4,9 +4,10 @@ Legend of shapes: s positions of the chunk, s' of it and the chunks before it, b
 channels of a head.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.sdpa import AttentionPerChunk
 from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.model.samples import Documents
+
+_MOST_SELECTIONS = 16
+"""Kept for each module. Samples of many lengths would have one each."""
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:
@@ -77,11 +81,35 @@ class TEAttentionPerChunk(AttentionPerChunk):
         # What recomputation keeps holds no tensor but its inputs: their memory may be free until they are recomputed.
         def run(*inputs: Any) -> torch.Tensor:
             if documents is None:
-                return attend(*inputs, **kwargs)
+                with self._own_selection((inputs[0].shape, inputs[1].size(0), attn_mask_type)):
+                    return attend(*inputs, **kwargs)
             with _value_channels(self, inputs[0].size(-1)):
                 return _attend_to_documents(attend, documents, *inputs[:3])
 
         return maybe_recomputed(self.recomputes_core, run, *inputs)
+
+    @contextmanager
+    def _own_selection(self: Any, key: Hashable) -> Iterator[None]:
+        """Inside, Transformer Engine finds the backend that it selected for the last call with ``key``.
+
+        It keeps one selection, for the parameters of its last call, and selecting costs the host as much as many
+        kernels: the chunks of a sequence have two lengths in turn. It compares the parameters before it uses what it
+        finds, so a selection for other ones is never used.
+        """
+        kept, selections = _kept_selection(), self.__dict__.setdefault("_selections", {})
+        is_reset = kept["attention_params"] is None or kept["backend_selection_requires_update"]
+        if is_reset or len(selections) > _MOST_SELECTIONS:
+            selections.clear()
+        kept.update(selections.get(key, {}))
+        yield
+        selections[key] = dict(kept)
+
+
+def _kept_selection() -> dict[str, Any]:
+    """What Transformer Engine keeps of its last selection of an attention backend."""
+    module = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    kept: dict[str, Any] = import_module(module)._attention_backends
+    return kept
 
 
 def _attend_to_documents(

@@ -74,6 +74,11 @@ _PARTS: tuple[_Part, ...] = (
         r"def get_activation_recompute_contexts\(\)",
         "the function get_activation_recompute_contexts",
     ),
+    _Part(
+        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+        r'attention_params != _attention_backends\["attention_params"\]',
+        "the comparison with the parameters of the last selection of an attention backend",
+    ),
     _Part(_WRAPPERS, r"self\.is_first_microbatch = False", "the attribute is_first_microbatch"),
     _Part(_WRAPPERS, r"def forward\(self, x, m_splits\)", "the grouped linear's forward(x, m_splits)"),
     _Part(

@@ -5,11 +5,12 @@ Transformer Engine's Python is its own; its kernels are plain torch here, see ``
 
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.connections import parallel
 from tests.parity.gradients.disturbances import erratic_wire
@@ -47,6 +48,15 @@ def all_results() -> dict[str, Any]:
         return results_on_two_ranks()
 
 
+def selections_of_attention() -> int:
+    """How often Transformer Engine selects a backend of attention in two steps of two sequence chunks."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    with mock.patch.object(utils, "get_attention_backend", wraps=utils.get_attention_backend) as select:
+        compare_plan(TE, fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE))
+    return select.call_count
+
+
 def results_on_two_ranks() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (overrides, plan) in cases().items():
@@ -59,6 +69,7 @@ def results_on_two_ranks() -> dict[str, Any]:
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
     for name, placed in PLACED.items():
         results[name] = compare_case(placed)
+    results["selections"] = selections_of_attention()
     model, *_ = build(PLACED["placed/grouped/k=1"].overrides)
     overlapping_model(model, fixed_plan(1))
     place(model, moves_weights=True)
@@ -132,6 +143,12 @@ def test_te_order_of_collectives_is_the_same_on_all_ranks(results):
     for case in CASES:
         assert first[case]["collectives"] == second[case]["collectives"], case
         assert any(".I.dispatch" in op for op in first[case]["collectives"]), case
+
+
+def test_te_selects_attention_once_for_each_length(results):
+    """Of two lengths in each of three layers; not in each of the 18 calls."""
+    for result in results:
+        assert 0 < result["selections"] <= 3 * 2
 
 
 def test_te_placed_experts_keep_numbers_in_checkpoints(results):

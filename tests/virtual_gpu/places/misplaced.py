@@ -37,9 +37,9 @@ REPLACED: dict[Place, tuple[str, str]] = {
         "for the wrong stream",
         "received.record_stream(self._stream)",
     ),
-    Place(_STORE, "DeferredWeight._behind_dws", "self._ddp_stream.wait_stream(self._dw_stream)"): (
+    Place(_STORE, "_report_all", "ddp_stream.wait_stream(dw_stream)"): (
         "the wrong way round",
-        "self._dw_stream.wait_stream(self._ddp_stream)",
+        "dw_stream.wait_stream(ddp_stream)",
     ),
 }
 """The fault and the statement that replaces the place; a context keeps its body."""
