@@ -1,9 +1,10 @@
 """CPU time of a step that is all Python, autograd and launches of ops: python -m benchmarks.host_time.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host_time [--repeats 30] [--output FILE.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.host_time [--te] [--repeats 30] [--output FILE.json]
 
 A model so small that its tensors cost nothing: 8 layers of hidden size 32, 16 experts as rank 0 of a mocked
-expert-parallel group of 8, 4 micro-batches of 4 x 16 tokens, local layers in fp32. Messages take no time. The variants
+expert-parallel group of 8, 4 micro-batches of 4 x 16 tokens, local layers in fp32, or with --te Transformer Engine's
+own Python with plain torch for its kernels, whose time is in both sides of a ratio. Messages take no time. The variants
 take turns in random order; a time is the CPU time of the process in one step. A ratio is the variant's time over
 stock's in the same repeat: on a GPU the host must launch a step in less time than the device takes to run it.
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import te_layers
 from benchmarks.gpu.sizes import Size
 from benchmarks.gpu.world import mocked_group
 from benchmarks.harness.samples import spread
@@ -123,26 +125,34 @@ def table_of_ops(by_variant: Mapping[str, Mapping[str, float]]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    args = parsed(new_parser(__doc__, repeats=30), "benchmarks.host_time")
+    parser = new_parser(__doc__, repeats=30)
+    parser.add_argument("--te", action="store_true", help="Transformer Engine's layers")
+    args = parsed(parser, "benchmarks.host_time")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # Megatron's, of every model that is built
-    from megatron_lancet.training.platform.detect import platform
-
-    with platform() as machine, mocked_group(NUM_RANKS):
+    if args.te:
+        te_layers.check_unpacked("--te")
+    device = torch.device("cpu")
+    with te_layers.platform(args.te), mocked_group(NUM_RANKS):
         from benchmarks.gpu.variants import Runner, Variant, Work
 
-        work = Work(SIZE, NUM_RANKS, NUM_MICRO_BATCHES, machine.device, bf16=False)
+        work = Work(SIZE, NUM_RANKS, NUM_MICRO_BATCHES, device, bf16=False, te=args.te)
         runners = {name: Runner(Variant(plan), work) for name, plan in plans().items()}
         steps = {name: step_of(runner) for name, runner in runners.items()}
         for step in steps.values():
             for _ in range(_NUM_WARM_UP):
                 step()
         samples = timed_pairs({name: _timer(step) for name, step in steps.items()}, args.repeats)
-        ops = {name: ms_by_op(traced(one, machine.device)) for name, one in runners.items() if one.setup is not None}
+        ops = {name: ms_by_op(traced(one, device)) for name, one in runners.items() if one.setup is not None}
     print(f"{table_of_steps(samples)}\n\nms of a traced step by op:\n{table_of_ops(ops)}")
-    result: dict[str, Any] = {"size": asdict(SIZE), "ranks": NUM_RANKS, "micro_batches": NUM_MICRO_BATCHES}
+    result: dict[str, Any] = {
+        "size": asdict(SIZE),
+        "te": args.te,
+        "ranks": NUM_RANKS,
+        "micro_batches": NUM_MICRO_BATCHES,
+    }
     write_result(args, {**result, "samples_ms": rounded(samples, 3), "ops_ms": ops})
 
 

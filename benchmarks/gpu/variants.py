@@ -35,6 +35,7 @@ PLANS: dict[str, Plan | None] = {
 }
 """Plans by the variant's name; None where Megatron's own modules run."""
 _OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+_GROUPED = {"moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 _TIMEOUT = timedelta(minutes=5)
 _BUCKET_SIZE = 20_000
 """Parameters whose gradients are reduced together: the smallest model has several such buckets."""
@@ -66,6 +67,7 @@ class Work:
         bf16: precision of weights and activations, else fp32.
         rank: draws the data, which differ from rank to rank.
         reduction: of gradients, at the end of each step; None for none.
+        te: Transformer Engine's layers, with grouped experts; else Megatron's local ones.
     """
 
     size: Size
@@ -75,6 +77,7 @@ class Work:
     bf16: bool = True
     rank: int = 0
     reduction: Reduction | None = None
+    te: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,10 @@ class Runner:
         self._plan = variant.plan
         self._schedules_pairs = variant.plan is None and bool(_OVERLAP.items() & variant.config.items())
         self._stats = CommStats(work.device)
-        self.config = transformer_config(work.size, work.num_ranks, work.bf16, **variant.config)
-        model = _build(self.config, work.size)
-        self.setup = _prepare(model, variant, work.device, self._stats)
+        of_layers = _GROUPED if work.te else {}
+        self.config = transformer_config(work.size, work.num_ranks, work.bf16, **of_layers, **variant.config)
+        model = _build(self.config, work.size, work.te)
+        self.setup = _prepare(model, variant, work, self._stats)
         deferred = self.setup is not None and self.setup.delays_weight_grads
         self._parameters = dict(model.named_parameters())
         self._modules = tuple(model.modules())
@@ -245,7 +249,7 @@ class Runner:
         return stack
 
 
-def _build(config: Any, size: Size) -> Any:
+def _build(config: Any, size: Size, te: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -254,10 +258,10 @@ def _build(config: Any, size: Size) -> Any:
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    with fused_core_attention(size.latent):
+    with fused_core_attention(size.latent and not te):
         return GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+            get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization=config.normalization),
             vocab_size=size.vocab,
             max_sequence_length=size.seq_length,
             position_embedding_type="rope" if size.modern else "learned_absolute",
@@ -289,20 +293,20 @@ def _side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStats) -> "OverlapSetup | None":
+def _prepare(model: Any, variant: Variant, work: Work, stats: CommStats) -> "OverlapSetup | None":
     """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
     from megatron_lancet.features.two_hop.feature import ActiveNodes
     from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if variant.plan is not None:
-        nodes = [ActiveNodes(variant.nodes, device, stats, _TIMEOUT)]
+        nodes = [ActiveNodes(variant.nodes, work.device, stats, _TIMEOUT)]
         setup = OverlapSetup(
-            variant.plan, device, stats, _TIMEOUT, sdpa=True, switchable=variant.plans_switch, features=nodes
+            variant.plan, work.device, stats, _TIMEOUT, not work.te, variant.plans_switch, features=nodes
         )
         setup([model])
         return setup
-    for layer in model.decoder.layers:
+    for layer in () if work.te else model.decoder.layers:
         SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
     return None
 
