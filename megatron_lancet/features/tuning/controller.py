@@ -70,12 +70,14 @@ class Planned:
         others: further plans that may win.
         kernel: runs without overlap and with another attention kernel; None if the run can't have that.
         why: a few words on how the plans were found.
+        no_overlap: predicted without overlap; None if that was not simulated.
     """
 
     finalists: tuple[Candidate, ...]
     others: tuple[Candidate, ...] = ()
     kernel: Candidate | None = None
     why: str = ""
+    no_overlap: StepEstimate | None = None
 
 
 class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
@@ -241,6 +243,7 @@ class TuningController:
         self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
         stats = race.stats_of(winner) or self.baseline
         assert stats is not None
+        winner = replace(winner, prediction=_scaled(winner.prediction, planned.no_overlap, self.baseline))
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
         self._settle(
@@ -289,6 +292,23 @@ def _remark(plan: Plan, planned: Planned) -> str:
     if plan == NO_OVERLAP.plan:
         return "no plan was faster than no overlap"
     return "another plan was faster than the one that was predicted fastest"
+
+
+def _scaled(
+    prediction: StepEstimate | None, no_overlap: StepEstimate | None, measured: StepStats | None
+) -> StepEstimate | None:
+    """A prediction of a machine on which a step without overlap takes as long as it was measured.
+
+    Profiled steps are slower than others, because they are traced, and the machine's speed may have changed since.
+
+    Args:
+        no_overlap: predicted from the same profile.
+        measured: without overlap.
+    """
+    if prediction is None or no_overlap is None or measured is None or not no_overlap.step_ms:
+        return prediction
+    by = measured.step_ms / no_overlap.step_ms
+    return replace(prediction, step_ms=prediction.step_ms * by, exposed_ms=prediction.exposed_ms * by)
 
 
 def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:

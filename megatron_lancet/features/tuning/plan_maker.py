@@ -235,6 +235,7 @@ class ProfilingPlanMaker:
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
+            no_overlap = simulator.expected_step(plan_without_overlap())
         except RecordError as error:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training must go on without a plan
@@ -243,7 +244,7 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        return Planned(finalists, tuple(self._fast_profiled(planned)), self._kernel, why)
+        return Planned(finalists, tuple(self._fast_profiled(planned)), self._kernel, why, no_overlap)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
         """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""

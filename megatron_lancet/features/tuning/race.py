@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.planning.search.finalists import simplicity
+from megatron_lancet.planning.search.finalists import simplicity_of_order
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.training.observe.step_stats import (
     MIN_NOISE_SHARE,
@@ -168,7 +168,7 @@ class Race:
             self._lines.append(f"out after {num_turns} turns: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
         if num_turns >= MAX_TURNS:
             close = [entry for entry, own in stats if _are_equal(best, own)]
-            kept = min(close, key=lambda entry: _simplicity(entry.candidate.plan))
+            kept = min(close, key=lambda entry: (*_simplicity(entry.candidate.plan), entry.stats.step_ms))
             self._leave([entry for entry in self._queue if entry is not kept])
         if len(self._queue) == 1:
             self._add_kernel()
@@ -177,7 +177,11 @@ class Race:
         self._queue = deque(entry for entry in self._queue if entry not in entries)
 
     def _add_kernel(self) -> None:
-        """Lets the winner run with the attention kernel too, if that is faster without overlap."""
+        """Lets the winner run with the attention kernel too, unless that is slower without overlap.
+
+        The kernel's gain is often smaller than the noise, and measuring it costs next to nothing: one plan is as fast
+        as the other.
+        """
         kernel, winner = self._kernel, self._queue[0]
         if kernel is None or has_kernel(winner.candidate.plan):
             return
@@ -185,7 +189,7 @@ class Race:
         own, stock = self._in_same_turns(kernel)
         if own is None or stock is None or with_it in self._entries:
             return
-        if own.step_ms >= stock.step_ms - step_noise_ms(stock, own):
+        if own.step_ms > stock.step_ms + step_noise_ms(stock, own):
             return
         self._entries[with_it] = _Entry(Candidate(with_it))
         winner.num_turns = 0
@@ -210,5 +214,9 @@ def has_kernel(plan: Plan) -> bool:
 
 
 def _simplicity(plan: Plan) -> tuple[object, ...]:
-    """No overlap first, and stock's kernel and dispatch before others."""
-    return not plan.overlaps_nothing, plan.fused_attention, not plan.dispatch.is_plain, *simplicity(plan)
+    """No overlap first, then stock's dispatch, and simpler pairs and chunks.
+
+    dWs and the attention kernel make no plan simpler than another, but stock's own kernel is the simplest of all.
+    """
+    is_stocks = plan.overlaps_nothing and not plan.fused_attention
+    return not plan.overlaps_nothing, not is_stocks, not plan.dispatch.is_plain, *simplicity_of_order(plan)

@@ -10,15 +10,10 @@ CLOSE_PART = 1.15
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Sort key, lower is simpler: unpaired, fewer segments, chunks and tiles, simpler dWs, the same at the ends."""
-    chunks = [segment.num_chunks for segment in plan.segments]
+    """Sort key, lower is simpler: that of :func:`simplicity_of_order`, then simpler dWs, and the same at the ends."""
     at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
     return (
-        plan.is_paired,
-        len(chunks),
-        max(chunks),
-        sum(chunks),
-        max(segment.tiles for segment in plan.segments),
+        *simplicity_of_order(plan),
         plan.dw_policy is DwPolicy.FILL,
         plan.dw_window,
         len(plan.gaps),
@@ -26,6 +21,13 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         len(at_ends),
         sum(at_ends),
     )
+
+
+def simplicity_of_order(plan: Plan) -> tuple[int, ...]:
+    """Sort key, lower is simpler: unpaired, fewer segments, chunks and tiles."""
+    chunks = [segment.num_chunks for segment in plan.segments]
+    most_tiles = max(segment.tiles for segment in plan.segments)
+    return plan.is_paired, len(chunks), max(chunks), sum(chunks), most_tiles
 
 
 def kind_of(plan: Plan) -> tuple[object, ...]:

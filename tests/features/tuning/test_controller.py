@@ -102,7 +102,7 @@ def test_tuning_takes_at_most_the_announced_steps():
     num_steps = NUM_WARM_UP_STEPS + TURN + 7
     three = [fixed_plan(chunks) for chunks in (2, 3, 4)]
     tuning.planned(planned(*three, others=(Candidate(fixed_plan(5)),), kernel=KERNEL))
-    ran = race(tuning, {BASE: 200, KERNEL.plan: 200, **dict.fromkeys([*three, fixed_plan(5)], 160), three[0]: 150})
+    ran = race(tuning, {BASE: 200, KERNEL.plan: 215, **dict.fromkeys([*three, fixed_plan(5)], 160), three[0]: 150})
     plans = dict.fromkeys(ran)
     num_steps += len(ran) * (NUM_SETTLE_STEPS + TURN) + len(plans) * (NUM_FIRST_SETTLE_STEPS - NUM_SETTLE_STEPS)
     assert tuning.num_steps_to_plan(7) == num_steps
@@ -270,3 +270,11 @@ def test_planning_after_drift_has_a_minimum_distance():
     num_windows = -(-(MIN_STEPS_BETWEEN_PLANS - num_race_steps - NUM_FIRST_SETTLE_STEPS) // NUM)
     watch(tuning, 170, 60, num_windows, NUM_FIRST_SETTLE_STEPS)
     assert tuning.state is TuningState.PROFILE
+
+
+def test_prediction_is_scaled_by_the_step_without_overlap():
+    tuning = profiling()
+    tuning.planned(planned(PLAN, no_overlap=StepEstimate(250.0, 90.0)))
+    race(tuning, {BASE: 200, PLAN: 120})
+    assert tuning.prediction == StepEstimate(pytest.approx(0.8 * 148), pytest.approx(8.0))
+    assert tuning.lines[-1].endswith("predicted 118.4 ms, -1.3 %")

@@ -177,11 +177,30 @@ def test_kernel_that_does_not_pay_with_the_winner_is_left_out():
     assert race.winner.plan == PAIRS
 
 
-@pytest.mark.parametrize("step_ms", [{KERNEL.plan: 199}, {KERNEL.plan: 210}])
-def test_kernel_that_does_not_pay_is_tried_with_nothing(step_ms):
+def test_kernel_that_is_slower_is_tried_with_nothing():
     race = race_of(PAIRS, kernel=True)
-    assert len(run(race, {BASE: 200, PAIRS: 150, **step_ms})) == 3 * MIN_TURNS
+    assert len(run(race, {BASE: 200, PAIRS: 150, KERNEL.plan: 210})) == 3 * MIN_TURNS
     assert race.winner.plan == PAIRS
+
+
+@pytest.mark.parametrize(("with_it_ms", "wins"), [(149.5, True), (150.5, False)])
+def test_kernel_decides_by_its_mean_where_the_noise_hides_it(with_it_ms, wins):
+    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    run(race, {BASE: 200, KERNEL.plan: 199.5, PAIRS: 150, with_it: with_it_ms})
+    assert (race.winner.plan == with_it) is wins
+
+
+def test_stocks_kernel_stays_where_nothing_is_faster():
+    race = race_of(kernel=True)
+    run(race, {BASE: 200, KERNEL.plan: 199.5})
+    assert race.winner == NO_OVERLAP
+
+
+def test_dws_do_not_make_a_plan_simpler():
+    fill, none = (paired(fixed_plan(1, policy)) for policy in (DwPolicy.FILL, DwPolicy.NONE))
+    race = race_of(none, fill)
+    run(race, {BASE: 200, fill: 150, none: 150.5})
+    assert race.winner.plan == fill
 
 
 def test_gain_compares_the_turns_that_both_had():
