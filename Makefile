@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-# Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
-PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+# Without PYTEST_ARGS: all but the nightly tests, in two processes, each test file in one of them.
+PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m "not nightly"
 
 # All unit tests but slow and thorough ones; and against stock Megatron: gradients with one chunk and more in a mocked world and on two
 # gloo ranks, losses of the real training loop.
@@ -39,8 +39,8 @@ help:
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most two minutes on two idle cores"
-	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
-	@echo "                    SEED=number repeats a run"
+	@echo "make test-nightly   benchmarks from end to end and long runs, which make test leaves out; and tests that draw their"
+	@echo "                    inputs, with new draws and ten times as many: it prints the SEED, SEED=number repeats a run"
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
@@ -69,10 +69,10 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))
 
 test-quick: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not thorough" $(QUICK)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not thorough and not nightly" $(QUICK)
 
 test-nightly: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "hypothesis or nightly" --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \
 		--timeout 3600 --junitxml $(NIGHTLY)/results.xml --durations 20 $(PYTEST_ARGS)
 
 test-torch: $(addprefix test-torch-,$(or $(VERSION),$(TORCH_OLDEST) $(TORCH_NEWEST)))
@@ -80,7 +80,7 @@ test-torch: $(addprefix test-torch-,$(or $(VERSION),$(TORCH_OLDEST) $(TORCH_NEWE
 test-torch-%: $(TORCH_ENV)%/.installed
 	@echo "torch $*"
 	@TORCH_EXTENSIONS_DIR="$(abspath $(TORCH_ENV)$*)/extensions" $(TORCH_ENV)$*/bin/python -m pytest -n 2 --dist loadfile \
-		--no-loadscope-reorder -m "not slow" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
+		--no-loadscope-reorder -m "not slow and not nightly" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu

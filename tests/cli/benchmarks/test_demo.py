@@ -171,6 +171,7 @@ def test_demo_without_root_makes_its_namespaces_in_one_of_users(tmp_path):
     assert namespaces() == before
 
 
+@pytest.mark.nightly
 def test_long_demo_trains_resumes_and_validates(finished, tmp_path):
     output = tmp_path / "demo"
     shutil.copytree(finished[0] / "data", output / "data")

@@ -11,6 +11,7 @@ REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "3", "--sweeps", "1", "--rate", "100"]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")

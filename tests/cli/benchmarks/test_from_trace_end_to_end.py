@@ -8,6 +8,7 @@ from megatron_lancet.planning.profile import Profile
 from tests.cli.benchmarks.runs import run_on_network
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")

@@ -3,9 +3,12 @@
 import importlib.util
 import json
 
+import pytest
+
 from tests.cli.benchmarks.runs import run_bench
 
 
+@pytest.mark.nightly
 def test_layers_are_compared_and_measured(tmp_path):
     path = tmp_path / "results.json"
     output, _ = run_bench("parts.moe_layer", "--cases", 3, "--repeats", 2, "--output", path, OMP_NUM_THREADS="1")

@@ -114,6 +114,7 @@ def check_bytes(case: dict, variant: str, num_rows: int, choice_bytes: int) -> N
         assert due < sum(rank[wire] for rank in ranks[:: case["ranks_per_node"]]) < 2 * due
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 def test_dispatch_decides_how_often_a_token_is_sent_to_a_node(tmp_path, check_gradients):
@@ -152,6 +153,7 @@ def check_origin(result: dict) -> None:
     assert result["machine_speed"]["gemm_gflops_before"] > 0 < result["machine_speed"]["gemm_gflops_after"]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 def test_megatrons_own_overlap_has_stocks_gradients_and_bytes(tmp_path):
@@ -171,6 +173,7 @@ def test_megatrons_own_overlap_has_stocks_gradients_and_bytes(tmp_path):
     assert (tmp_path / "run.md").read_text().startswith("`python -m benchmarks.network --layers 1")
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 def test_megatrons_delayed_weight_gradients_are_stocks(tmp_path):

@@ -50,6 +50,7 @@ def test_run_predicts_from_its_profile_and_measures_same_plans(tmp_path):
     assert f"lancet-{pid}-" not in listed
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
@@ -70,6 +71,7 @@ def test_paired_plans_are_predicted_from_an_unpaired_profile(tmp_path):
     assert num_passes(tmp_path / "timelines" / "45-m4-k1.json") == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")

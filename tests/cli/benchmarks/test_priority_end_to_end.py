@@ -8,6 +8,7 @@ from tests.gradient_deviations import TOLERANCE
 VARIANTS = ["megatron", "megatron-overlap", "ours-no-priority", "ours", "compute"]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")

@@ -13,7 +13,7 @@ import pytest
 from tests.ranks import launch
 
 NUM_STEPS = int(os.environ.get("LANCET_SOAK_STEPS", "150"))
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240 + NUM_STEPS)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(240 + NUM_STEPS)]
 
 WORKER = Path(__file__).with_name("soak_worker.py")
 NUM_WHOLE_STEPS = NUM_STEPS // 4

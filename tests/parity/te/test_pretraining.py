@@ -76,6 +76,7 @@ def test_te_losses_with_interleaved_pipeline_stages_equal_stock(token_data, tmp_
     assert ours.losses == expected.losses
 
 
+@pytest.mark.nightly
 def test_te_run_is_tuned(token_data, tmp_path):
     """It profiles, plans, and keeps or drops its plan; whatever it does, losses are stock's."""
     flags = [*EP2, *TE, "--lancet-tune-steps", "1", "--lancet-report", tmp_path, "--lancet-cache", tmp_path]
