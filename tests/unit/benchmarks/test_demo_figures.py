@@ -159,7 +159,7 @@ class Terminal(io.StringIO):
 
 def test_display_redraws_its_lines_on_a_terminal(comparison, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((100, 30)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((100, 30)))
     out = Terminal()
     display = Display(comparison, 32, out)
     display.step()
