@@ -75,6 +75,11 @@ class ForwardLane:
         return self._present is None and not self._queue
 
     @property
+    def native_ids(self) -> tuple[int, ...]:
+        """The native number of the lane's thread; empty before it runs."""
+        return () if self._thread is None or self._thread.native_id is None else (self._thread.native_id,)
+
+    @property
     def is_here(self) -> bool:
         """Whether the caller is on the lane's thread."""
         return threading.current_thread() is self._thread

@@ -1,10 +1,12 @@
 """Pairs the backward of a micro-batch with the forward of the next, in the turns of ``schedule/pairing.py``."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_lancet.features.pairing.core import SharedCore
 from megatron_lancet.features.pairing.lane import Forward, ForwardLane
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.position import Position
@@ -15,6 +17,8 @@ from megatron_lancet.schedule.plan import Plan
 
 ASKED_BY = "overlap_moe_expert_parallel_comm"
 """Field of Megatron's configuration of a model that selects its schedules for pairs. Our layers do not read it."""
+NUM_FREE_STEPS = 2
+"""First steps of a plan, in which its threads are kept on no core."""
 
 
 @dataclass
@@ -91,6 +95,8 @@ class Pairing(Position):
     def __init__(self, store: WeightGradStore | None, on_cuda: bool) -> None:
         super().__init__(store, on_cuda)
         self.lane = ForwardLane(on_cuda)
+        self._core = SharedCore()
+        self._num_free_steps = NUM_FREE_STEPS
         self._forwards, self._backwards = _Side("forward"), _Side("backward")
         self._present = self._backwards
         self._failed_at: tuple[_Side, _Side] | None = None
@@ -119,6 +125,7 @@ class Pairing(Position):
 
         Megatron validates the field when it makes the configuration; its conditions belong to its own overlap.
         """
+        self._num_free_steps = NUM_FREE_STEPS
         for stage in stages:
             setattr(stage.config, ASKED_BY, plan.is_paired)
 
@@ -169,6 +176,19 @@ class Pairing(Position):
             self._run_due(self._pair)
         yield
         self._pair = self._backwards.number = None  # not if it has failed, see :meth:`end`
+
+    def begin_step(self) -> None:
+        """Called at the first forward of each step in pairs."""
+        self._num_free_steps -= 1
+
+    def on_one_core(self, has_pair: bool) -> AbstractContextManager[None]:
+        """Inside, the threads of pairs stay on one core, but in the first steps of a plan.
+
+        Args:
+            has_pair: whether there is a pair inside.
+        """
+        is_kept = has_pair and self._num_free_steps < 0
+        return self._core.kept(*self.lane.native_ids) if is_kept else nullcontext()
 
     def backward_waits(self) -> None:
         """Called in front of each wait of a backward: lets the forward paired with it run its turns."""
@@ -240,6 +260,7 @@ class Pairing(Position):
 
     def _run_turn(self) -> None:
         self._present = self._forwards
+        self._core.keep(threading.get_native_id())  # on CUDA, backwards run on a thread of autograd
         with nullcontext() if self.trace is None else self.trace.forward_turn():
             self.lane.run_turn()
         if self._backwards.number is not None:

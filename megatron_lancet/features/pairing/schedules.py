@@ -97,7 +97,8 @@ def _run_without_pipeline(stage: LanguageModel, call: SimpleNamespace) -> tuple[
         at_end = index in (0, last)
         return pairing.add(forward, index + 1, at_end, num_forward_waits(stage, at_end))
 
-    with _ended_on_failure(pairing):
+    pairing.begin_step()
+    with _ended_on_failure(pairing), pairing.on_one_core(last > 0):
         present = add(0)
         output_tensor, num_tokens = pairing.finish(present)
         with call.no_sync_func():
@@ -141,13 +142,14 @@ class _Interleaved:
         has_forward, has_backward = call.f_virtual_microbatch_id is not None, call.b_virtual_microbatch_id is not None
         if call.f_virtual_microbatch_id == 0:
             self._open.clear()
+            pairing.begin_step()
         if has_forward and call.pre_forward is not None:
             call.pre_forward()
         if has_backward and call.pre_backward is not None:
             call.pre_backward()
         output_tensor = input_tensor_grad = num_tokens = added = None
         stage = call.get_model_chunk_id(call.f_virtual_microbatch_id, forward=True) if has_forward else None
-        with _ended_on_failure(pairing):
+        with _ended_on_failure(pairing), pairing.on_one_core(has_forward and has_backward):
             if stage is not None:
                 added = self._add(pairing, stage, call)
             if has_backward:

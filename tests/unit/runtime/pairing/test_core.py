@@ -1,0 +1,87 @@
+"""Threads that take turns stay on one core for the length of a step, and get theirs back."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from megatron_lancet.features.pairing import core
+from megatron_lancet.features.pairing.core import SharedCore
+from megatron_lancet.features.pairing.pairing import NUM_FREE_STEPS, Pairing
+from megatron_lancet.schedule.plan import fixed_plan, paired
+
+OTHER, PLAN = 4711, paired(fixed_plan(1))
+MASKS = {OTHER: {1, 2, 3}}
+
+
+@pytest.fixture
+def masks(monkeypatch) -> dict[int, set[int]]:
+    """Cores by thread, of a machine with four of which this thread is on the third."""
+    own = threading.get_native_id()
+    found = {own: {0, 1, 2, 3}, **MASKS}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: found[thread or own])
+    monkeypatch.setattr(os, "sched_setaffinity", found.__setitem__)
+    monkeypatch.setattr(core, "_core_of", lambda _: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    return found
+
+
+def test_threads_share_a_core_inside_only(masks):
+    own, late, shared = threading.get_native_id(), 815, SharedCore()
+    masks[late] = {0, 3}
+    before = dict(masks)
+
+    def fails() -> None:
+        with shared.kept(OTHER):
+            assert (masks[own], masks[OTHER], masks[late]) == ({2}, {2}, {0, 3})
+            shared.keep(late)
+            assert masks[late] == {2}
+            raise ValueError("a failed step")
+
+    with pytest.raises(ValueError, match="a failed step"):
+        fails()
+    assert masks == before
+    shared.keep(late)
+    assert masks == before
+
+
+def test_own_core_is_read_from_the_system():
+    assert core._core_of(threading.get_native_id()) in os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("why_not", ["operators have threads", "one core", "forbidden"])
+def test_threads_stay_where_they_are_without_a_core_to_share(masks, monkeypatch, why_not):
+    own = threading.get_native_id()
+    if why_not == "operators have threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    elif why_not == "one core":
+        masks[own] = {2}
+    else:
+
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    before = dict(masks)
+    with SharedCore().kept(OTHER):
+        assert masks == before
+
+
+def test_first_steps_of_a_plan_keep_no_core(masks):
+    """Libraries start threads in them, which would inherit the core."""
+    pairing, own = Pairing(None, on_cuda=False), threading.get_native_id()
+
+    def kept(has_pair: bool = True) -> bool:
+        with pairing.on_one_core(has_pair):
+            return masks[own] == {2}
+
+    seen = []
+    for _ in range(NUM_FREE_STEPS + 2):
+        pairing.begin_step()
+        seen.append(kept())
+    assert seen == [False] * NUM_FREE_STEPS + [True] * 2
+    assert not kept(has_pair=False)
+    pairing.run_by([], PLAN)
+    pairing.begin_step()
+    assert not kept()
