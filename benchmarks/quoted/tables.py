@@ -57,6 +57,25 @@ def _ours(case: Measured, num_chunks: int, free: bool = False) -> str:
     return name if case.rows(name) else f"sequence-{where}k{num_chunks}"
 
 
+def host_time() -> str:
+    """The host's time of a step that is all launches, by plan."""
+    found = {}
+    for name in ("host-time", "host-time-te"):
+        samples = result(name)["samples_ms"]
+        found[name] = {
+            plan: statistics.median(ms / stock for ms, stock in zip(own, samples["stock"], strict=True))
+            for plan, own in samples.items()
+            if plan != "stock"
+        }
+    local, te = found.values()
+    plans = ", ".join(f"{plan.replace(', ', ' in ')} {ratio:.2f} ({te[plan]:.2f})" for plan, ratio in local.items())
+    return (
+        f"CPU time of a step that is all launches, over stock's, with local layers (with Transformer Engine's): "
+        f"{plans}. Where the host limits a step, prefer one chunk or pairs (`python -m benchmarks.host_time`, "
+        f"{result('host-time')['date']})."
+    )
+
+
 def speed() -> str:
     """Returns speed-up, cut and memory of each case."""
     lines = [["case", "a step is", "stock waits for", "experts in chunks, k=2", "k=4"]]
@@ -329,6 +348,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "weight-grad": weight_grad,
     "gpu-check": gpu_check,
+    "host-time": host_time,
     **LOAD_TABLES,
     **TILES_TABLES,
     **AUTO_TABLES,
