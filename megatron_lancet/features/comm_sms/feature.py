@@ -2,17 +2,25 @@
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import Feature, RunFacts
-from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, free_sms, given_elsewhere, has_carveout
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.features.comm_sms.margins import (
+    NCCL_MOST,
+    TE_VARIABLES,
+    given_elsewhere,
+    has_carveout,
+    norms_leave,
+    products_leave,
+)
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
@@ -72,22 +80,41 @@ class BoundedSms(Feature):
         if num_sms is not None:
             source = FLAG if self.needs_plan(facts.config) else f"the default here; {FLAG} changes it"
             yield (
-                f"environment: an all-to-all takes at most {num_sms} SMs, and matrix products and norms leave as many "
-                f"({source})"
+                f"environment: an all-to-all takes at most {num_sms} SMs, and matrix products of steps with overlap "
+                f"leave as many ({source})"
             )
 
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:
-        """Bounds the groups that Megatron makes, and the kernels beside their messages."""
+        """Bounds the groups that Megatron makes, and norms beside their messages."""
         num_sms = self._acting(facts)
         if num_sms is not None:
-            stack.enter_context(free_sms(num_sms))
+            stack.enter_context(norms_leave(num_sms))
         if not is_mocked(facts.args):
             stack.enter_context(bounded_expert_groups(num_sms))
+
+    def start(self, run: Any) -> ActiveFeature | None:
+        """Bounds the matrix products of steps that overlap."""
+        num_sms = self._acting(run.facts)
+        return None if num_sms is None else _ProductsLeaveSms(run.setup, num_sms)
 
     def _acting(self, facts: RunFacts) -> int | None:
         """The bound of a run with messages on a GPU; None without."""
         on_gpu = facts.device is not None and facts.device.type == "cuda"
         return self.message_sms(facts.config, facts.device) if on_gpu and facts.plan is not None else None
+
+
+class _ProductsLeaveSms(ActiveFeature):
+    """Without a message beside them, products would only be slower: a step without overlap has all SMs."""
+
+    def __init__(self, setup: Any, num_sms: int) -> None:
+        self._setup = setup
+        self._num_sms = num_sms
+
+    def observe(self, step: Callable[[], Any]) -> Any:
+        if self._setup.plan.overlaps_nothing:
+            return step()
+        with products_leave(self._num_sms):
+            return step()
 
 
 def default_sms(device: torch.device | None) -> int | None:

@@ -6,16 +6,16 @@ message waits for it. So the products leave as many SMs as the messages may take
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-TE_VARIABLES = ("NVTE_EXT_MARGIN_SM", "NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
-"""Environment variables of Transformer Engine: SMs that its matrix products leave, and its norms, forward and backward.
-
-It reads the first one at each product, the others when a module is built.
-"""
+_OF_PRODUCTS = "NVTE_EXT_MARGIN_SM"
+"""Environment variable of Transformer Engine: SMs that its matrix products leave. It is read at each product."""
+_OF_NORMS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
+"""The same of its norms, forward and backward. They are read when a module is built."""
+TE_VARIABLES = (_OF_PRODUCTS, *_OF_NORMS)
 NCCL_MOST = "NCCL_MAX_CTAS"
 _SETTER = "_set_sm_carveout_experimental"
 
@@ -31,16 +31,29 @@ def given_elsewhere() -> str | None:
 
 
 @contextmanager
-def free_sms(num_sms: int) -> Iterator[None]:
-    """Inside, matrix products and norms leave ``num_sms`` SMs."""
-    before = {name: os.environ.get(name) for name in TE_VARIABLES}
+def products_leave(num_sms: int) -> Iterator[None]:
+    """Inside, matrix products of torch and Transformer Engine leave ``num_sms`` SMs."""
     carveout = torch._C._get_sm_carveout_experimental()
-    os.environ.update(dict.fromkeys(TE_VARIABLES, str(num_sms)))
     torch._C._set_sm_carveout_experimental(num_sms)
+    try:
+        with _set({_OF_PRODUCTS: str(num_sms)}):
+            yield
+    finally:
+        torch._C._set_sm_carveout_experimental(carveout)
+
+
+def norms_leave(num_sms: int) -> AbstractContextManager[None]:
+    """Norms of modules that are built inside leave ``num_sms`` SMs."""
+    return _set(dict.fromkeys(_OF_NORMS, str(num_sms)))
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        torch._C._set_sm_carveout_experimental(carveout)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -7,7 +7,7 @@ core, a step in pairs took a seventh less of the host's time (``benchmarks/host_
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -44,7 +44,8 @@ class SharedCore:
         finally:
             self._core = None
             while self._allowed:
-                os.sched_setaffinity(*self._allowed.popitem())
+                with suppress(OSError):  # the thread has ended, or a container has taken cores away meanwhile
+                    os.sched_setaffinity(*self._allowed.popitem())
 
     def keep(self, thread: int) -> None:
         """Keeps one more thread, in :meth:`kept`; elsewhere nothing happens."""

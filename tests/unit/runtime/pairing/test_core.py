@@ -46,6 +46,21 @@ def test_threads_share_a_core_inside_only(masks):
     assert masks == before
 
 
+def test_thread_that_ends_inside_is_forgotten(masks, monkeypatch):
+    """As autograd's may: the others get their cores back."""
+    own = threading.get_native_id()
+
+    def set_affinity(thread: int, cores: set[int]) -> None:
+        if thread == OTHER and len(cores) > 1:
+            raise ProcessLookupError
+        masks[thread] = cores
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
+    with SharedCore().kept(OTHER):
+        assert masks[own] == {2}
+    assert masks[own] == {0, 1, 2, 3}
+
+
 def test_own_core_is_read_from_the_system():
     assert core._core_of(threading.get_native_id()) in os.sched_getaffinity(0)
 

@@ -16,12 +16,12 @@ from megatron.core import parallel_state
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
 from megatron_lancet.features.comm_sms.feature import COMM_SMS, CommSmsFlags, check_comm_sms
-from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, free_sms
+from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, norms_leave, products_leave
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan, plan_without_overlap
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
@@ -172,7 +172,7 @@ def test_compute_leaves_the_sms_of_messages_inside_only(monkeypatch, before):
     name = TE_VARIABLES[0]
     if before is not None:
         monkeypatch.setenv(name, before)
-    with free_sms(8):
+    with products_leave(8), norms_leave(8):
         assert [os.environ[name] for name in TE_VARIABLES] == ["8"] * 3
         assert carveout() == 8
     assert os.environ.get(name) == before
@@ -187,16 +187,28 @@ def facts_with(config, plan=TWO_CHUNKS, device=GPU, **changes: object) -> RunFac
     return RunFacts(arguments(**changes), config, plan, device=device)
 
 
+def in_a_step(facts: RunFacts, plan=TWO_CHUNKS) -> int | None:
+    """SMs that products leave in a step of a run under a plan."""
+    active = COMM_SMS.start(SimpleNamespace(facts=facts, setup=SimpleNamespace(plan=plan)))
+    return carveout() if active is None else active.observe(carveout)
+
+
 def test_flag_sets_both_sides_and_says_so():
     facts = facts_with(BOUND)
     with ExitStack() as stack:
         COMM_SMS.enter(facts, stack)
         assert parallel_state.get_nccl_options("ep", {}).config.max_ctas == 8
-        assert carveout() == 8
+        assert os.environ[TE_VARIABLES[1]] == "8"
     assert parallel_state.get_nccl_options("ep", {}) is None
     (line,) = COMM_SMS.announce(facts)
     assert line.startswith("environment: an all-to-all takes at most 8 SMs,")
     assert line.endswith("(--lancet-comm-sms)")
+
+
+def test_products_of_steps_without_overlap_have_all_sms():
+    assert in_a_step(facts_with(BOUND)) == 8
+    assert in_a_step(facts_with(BOUND), plan_without_overlap()) is None
+    assert carveout() is None
 
 
 @pytest.mark.parametrize(("major", "expected"), [(8, None), (9, 16), (10, 16), (12, None)])
@@ -205,9 +217,7 @@ def test_default_is_for_hopper_and_blackwell(monkeypatch, major, expected):
     config = config_with(CommSmsFlags())
     assert COMM_SMS.message_sms(config, GPU) == expected
     assert COMM_SMS.message_sms(config, torch.device("cpu")) is None
-    with ExitStack() as stack:
-        COMM_SMS.enter(facts_with(config), stack)
-        assert carveout() == expected
+    assert in_a_step(facts_with(config)) == expected
     lines = list(COMM_SMS.announce(facts_with(config)))
     assert len(lines) == (expected is not None)
     assert all(f"at most {expected} SMs" in line for line in lines)
@@ -220,10 +230,9 @@ def test_default_gives_way_to_the_users_environment(monkeypatch, name):
 
 
 def test_stock_modules_have_no_default():
-    with ExitStack() as stack:
-        COMM_SMS.enter(facts_with(config_with(CommSmsFlags()), plan=None), stack)
-        assert carveout() is None
-    assert not list(COMM_SMS.announce(facts_with(config_with(CommSmsFlags()), plan=None)))
+    facts = facts_with(config_with(CommSmsFlags()), plan=None)
+    assert in_a_step(facts) is None
+    assert not list(COMM_SMS.announce(facts))
 
 
 @pytest.mark.parametrize(
