@@ -30,13 +30,14 @@ from benchmarks.harness.samples import spread
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, parsed, rounded, timed_pairs, write_result
 from megatron_lancet.errors import run_command
+from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import Plan, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 if TYPE_CHECKING:
     from benchmarks.gpu.variants import Runner
 
-STOCK = "stock"
+STOCK, ANY_CORE = "stock", "pairs on any core"
 SIZE = Size(8, 32, 2, 2, 16, 64, 2, 2, 16, 4, 64, moe_every=1, modern=True)
 NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 _NUM_WARM_UP = 3
@@ -73,6 +74,17 @@ def step_of(runner: "Runner") -> Callable[[], None]:
         runner.take_times()
 
     return step
+
+
+def on_any_core(step: Callable[[], None]) -> Callable[[], None]:
+    """A step in pairs whose two threads share no core."""
+    from megatron_lancet.features.pairing import core
+
+    def run() -> None:
+        with replaced(core, "_can_keep", lambda: False):
+            step()
+
+    return run
 
 
 def ms_by_op(timeline: RankTimeline) -> dict[str, float]:
@@ -141,6 +153,7 @@ def main() -> None:
         work = Work(SIZE, NUM_RANKS, NUM_MICRO_BATCHES, device, bf16=False, te=args.te)
         runners = {name: Runner(Variant(plan), work) for name, plan in plans().items()}
         steps = {name: step_of(runner) for name, runner in runners.items()}
+        steps[ANY_CORE] = on_any_core(steps["pairs"])
         for step in steps.values():
             for _ in range(_NUM_WARM_UP):
                 step()

@@ -354,12 +354,12 @@ TABLES: dict[str, Callable[[], str]] = {
     **AUTO_TABLES,
     **BINS_TABLES,
 }
-_PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
     """A document with its tables made anew."""
-    return _PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}{place[3]}", text)
+    return _PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}\n{place[3]}", text)
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ class DeferredWeight:
         name: name of the dW op, for example ``L3.W.linear_fc1``.
         num_pending: dWs that were put but have not run.
         num_reported: number of reports to DDP; for tests and assertions.
-        ddp_stream: of DDP's work; None on a CPU. ``dw_stream`` is that of the dWs, None until one has run.
+        ddp_stream: stream of DDP's kernels; None on a CPU.
+        dw_stream: stream of the last dW; None on a CPU, and before the first dW.
     """
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
@@ -106,7 +107,7 @@ class DeferredWeight:
             self.dw_stream = torch.cuda.current_stream()
 
     def add_sum(self) -> None:
-        """Adds the sum of dWs, see :meth:`add_to_main_grad`, where there is one. Runs on the stream of the dWs."""
+        """Adds the sum that :meth:`add_to_main_grad` has kept, if any. Call on the stream of the dWs."""
         if self._sum is not None:
             self.main_grad.add_(self._sum)
             self._sum = None
@@ -283,7 +284,7 @@ class WeightGradStore:
         self._flush_is_queued = False  # last, so that a flush that raised is seen
 
     def abandon(self) -> None:
-        """Drops what a failed backward pass has left and reports nothing: the next step needs cleared gradients."""
+        """Drops the pending dWs and reports of a failed backward pass. The next step must clear the gradients."""
         for weight in self._weights:
             weight.abandon()
         self._queue = DwQueue(self._rules)
@@ -338,7 +339,7 @@ class WeightGradStore:
 
 
 def _report_all(weights: Sequence[DeferredWeight]) -> None:
-    """Reports weights to DDP in their order; those that share streams behind one wait for all their dWs."""
+    """Reports weights to DDP in order. Neighbors on the same streams share one wait for their dWs."""
     for (ddp_stream, dw_stream), sharing in groupby(weights, key=attrgetter("ddp_stream", "dw_stream")):
         together = list(sharing)
         with nullcontext() if dw_stream is None else torch.cuda.stream(dw_stream):

@@ -153,6 +153,16 @@ def test_example_sets_connections_and_memory_unless_the_user_has(launch, tmp_pat
     assert launch("mixtral_8x7b", NNODES="1", PYTHON=str(shown), **own).command == list(own.values())
 
 
+def test_example_asks_for_one_grouped_gemm_and_no_host_waits(launch, tmp_path):
+    shown = tmp_path / "python"
+    shown.write_text('#!/bin/sh\nprintf \'%s\\0\' "${NVTE_USE_CUTLASS_GROUPED_GEMM:-}" "$@"\n')
+    shown.chmod(shown.stat().st_mode | stat.S_IXUSR)
+    for layers, expected in (("transformer_engine", "1"), ("local", "")):
+        variable, *command = launch("mixtral_8x7b", NNODES="1", PYTHON=str(shown), LAYERS=layers).command
+        assert variable == expected
+        assert "--no-check-for-nan-in-loss-and-grad" in command
+
+
 def test_example_on_one_node_needs_no_rendezvous_address(launch):
     command = launch("gpt2_s_moe", NNODES="1", GPUS_PER_NODE="4").command
     assert command[:6] == [

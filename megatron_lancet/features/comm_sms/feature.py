@@ -1,4 +1,4 @@
-"""``--lancet-comm-sms``: the SMs that a plan's all-to-alls may take, and that the kernels beside them leave."""
+"""``--lancet-comm-sms``: SMs that a plan's all-to-alls may take, and that concurrent kernels leave free."""
 
 import argparse
 import os
@@ -50,8 +50,8 @@ class CommSmsFlags(CheckedFlags):
         not_with_spec=": Megatron has made its process groups already. Set max_ctas of ep and tp_ep_mp in "
         "--nccl-communicator-config-path instead.",
         help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
-        "concurrent matrix products and norms leave; a power of two. Default with a plan: 16 on Hopper and Blackwell, "
-        "unless NCCL_MAX_CTAS or a margin of Transformer Engine is set; elsewhere NCCL chooses.",
+        "concurrent matrix products and norms leave free; a power of two. Default with a plan: 16 on Hopper and "
+        "Blackwell, unless NCCL_MAX_CTAS or a margin of Transformer Engine is set; elsewhere NCCL chooses.",
     )
 
 
@@ -81,7 +81,7 @@ class BoundedSms(Feature):
             source = FLAG if self.needs_plan(facts.config) else f"the default here; {FLAG} changes it"
             yield (
                 f"environment: an all-to-all takes at most {num_sms} SMs, and matrix products of steps with overlap "
-                f"leave as many ({source})"
+                f"leave as many free ({source})"
             )
 
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:
@@ -104,7 +104,7 @@ class BoundedSms(Feature):
 
 
 class _ProductsLeaveSms(ActiveFeature):
-    """Without a message beside them, products would only be slower: a step without overlap has all SMs."""
+    """Makes products leave SMs free in steps that overlap; in other steps that would only slow the products down."""
 
     def __init__(self, setup: Any, num_sms: int) -> None:
         self._setup = setup
@@ -194,9 +194,7 @@ def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
 
 def _obstacles_of_torch() -> Iterator[str]:
     if not has_carveout():
-        yield (
-            f"torch {torch.__version__} has no setting for SMs that its matrix products leave. Install 2.11 or newer."
-        )
+        yield (f"torch {torch.__version__} can't make matrix products leave SMs free. Install 2.11 or newer.")
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if options is None or not hasattr(getattr(options(), "config", None), "max_ctas"):
         yield (

@@ -1,8 +1,8 @@
-"""Kernels of compute that leave multiprocessors (SMs) to concurrent messages.
+"""Compute kernels that leave multiprocessors (SMs) free for concurrent messages.
 
-A matrix product takes all SMs by default. Beside a message some of them are taken, and the blocks that found none run
-in a second wave: the product takes twice as long. A product that is already running keeps its SMs to its end, and a
-message waits for it. So the products leave as many SMs as the messages may take.
+A matrix product uses all SMs by default. If a message holds some of them, the product's last blocks run in a second
+wave, and the product takes up to twice as long. If the product starts first, the message waits for the product's end.
+So products leave as many SMs free as messages may take.
 """
 
 import os
@@ -12,27 +12,27 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 _OF_PRODUCTS = "NVTE_EXT_MARGIN_SM"
-"""Environment variable of Transformer Engine: SMs that its matrix products leave. It is read at each product."""
+"""Environment variable of Transformer Engine: SMs that its matrix products leave free. Read at each product."""
 _OF_NORMS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
-"""The same of its norms, forward and backward. They are read when a module is built."""
+"""The same for its norms, forward and backward. Read when a module is built."""
 TE_VARIABLES = (_OF_PRODUCTS, *_OF_NORMS)
 NCCL_MOST = "NCCL_MAX_CTAS"
 _SETTER = "_set_sm_carveout_experimental"
 
 
 def has_carveout() -> bool:
-    """Whether this torch lets its matrix products leave SMs."""
+    """Whether torch's matrix products can leave SMs free."""
     return hasattr(torch._C, _SETTER)
 
 
 def given_elsewhere() -> str | None:
-    """A variable of the environment that sets SMs of messages or of compute; None without any."""
+    """The first environment variable that already sets SMs of messages or of compute; None if none does."""
     return next((name for name in (NCCL_MOST, *TE_VARIABLES) if os.environ.get(name)), None)
 
 
 @contextmanager
 def products_leave(num_sms: int) -> Iterator[None]:
-    """Inside, matrix products of torch and Transformer Engine leave ``num_sms`` SMs."""
+    """Inside, matrix products of torch and Transformer Engine leave ``num_sms`` SMs free."""
     carveout = torch._C._get_sm_carveout_experimental()
     torch._C._set_sm_carveout_experimental(num_sms)
     try:
@@ -43,7 +43,7 @@ def products_leave(num_sms: int) -> Iterator[None]:
 
 
 def norms_leave(num_sms: int) -> AbstractContextManager[None]:
-    """Norms of modules that are built inside leave ``num_sms`` SMs."""
+    """Norms of modules that are built inside leave ``num_sms`` SMs free."""
     return _set(dict.fromkeys(_OF_NORMS, str(num_sms)))
 
 

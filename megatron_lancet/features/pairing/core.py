@@ -1,7 +1,7 @@
-"""One core for threads of which exactly one runs at any time.
+"""One core for threads that take turns.
 
-The scheduler wakes each of them up on another core, whose caches have nothing of what the one before worked on. On one
-core, a step in pairs took a seventh less of the host's time (``benchmarks/host_time``).
+Exactly one of them runs at any time. The scheduler wakes each thread up on an idle core with cold caches, which costs
+a step in pairs a part of its host time: ``benchmarks/host_time`` measures both.
 """
 
 import os
@@ -14,26 +14,28 @@ import torch
 
 _PROCESSOR = 36
 """Place of the core in /proc/*/stat behind the name in brackets, see proc(5)."""
+_CORES_PER_RANK = 2
 
 
 class SharedCore:
-    """Keeps threads on the core of the first one for a while.
+    """Keeps threads on one core for a while.
 
-    A thread that is started meanwhile inherits the core. So nothing is kept in the first steps of a plan, in which
-    libraries start their threads, nor where operators run on several threads.
+    Threads that start meanwhile inherit the core, so the first steps of a plan, in which libraries start theirs, run
+    without it. So does a rank whose operators run on several threads, or whose node has fewer than two cores a rank:
+    two ranks could share a core.
     """
 
     def __init__(self) -> None:
         self._core: int | None = None
         self._allowed: dict[int, set[int]] = {}
-        """By thread that is kept: the cores that it may use otherwise."""
+        """The cores that each kept thread may use otherwise."""
 
     @contextmanager
     def kept(self, *others: int) -> Iterator[None]:
         """Inside, the caller and other threads stay on the caller's core.
 
         Args:
-            others: native numbers of threads.
+            others: native thread numbers.
         """
         own = threading.get_native_id()
         self._core = _core_of(own) if _can_keep() else None
@@ -48,7 +50,7 @@ class SharedCore:
                     os.sched_setaffinity(*self._allowed.popitem())
 
     def keep(self, thread: int) -> None:
-        """Keeps one more thread, in :meth:`kept`; elsewhere nothing happens."""
+        """Keeps one more thread until :meth:`kept` ends; outside of it does nothing."""
         if self._core is None or thread in self._allowed:
             return
         allowed = os.sched_getaffinity(thread)
@@ -61,7 +63,9 @@ class SharedCore:
 
 
 def _can_keep() -> bool:
-    return torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1
+    if torch.get_num_threads() > 1 or not hasattr(os, "sched_setaffinity"):
+        return False
+    return len(os.sched_getaffinity(0)) >= _CORES_PER_RANK * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _core_of(thread: int) -> int:

@@ -21,7 +21,7 @@ from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.model.samples import Documents
 
 _MOST_SELECTIONS = 16
-"""Kept for each module. Samples of many lengths would have one each."""
+"""Bound for each module: samples of many lengths would keep one selection each."""
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:
@@ -92,9 +92,9 @@ class TEAttentionPerChunk(AttentionPerChunk):
     def _own_selection(self: Any, key: Hashable) -> Iterator[None]:
         """Inside, Transformer Engine finds the backend that it selected for the last call with ``key``.
 
-        It keeps one selection, for the parameters of its last call, and selecting costs the host as much as many
-        kernels: the chunks of a sequence have two lengths in turn. It compares the parameters before it uses what it
-        finds, so a selection for other ones is never used.
+        Transformer Engine keeps the selection of its last call only. Sequence chunks alternate between lengths, so each
+        call would select again, which takes the host as long as many launches. Transformer Engine compares the
+        parameters before it reuses a selection, so a wrong one is never used.
         """
         kept, selections = _kept_selection(), self.__dict__.setdefault("_selections", {})
         is_reset = kept["attention_params"] is None or kept["backend_selection_requires_update"]

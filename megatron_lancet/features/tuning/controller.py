@@ -246,9 +246,9 @@ class TuningController:
         winner = replace(winner, prediction=_scaled(winner.prediction, planned.no_overlap, self.baseline))
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
-        self._settle(
-            winner.plan, stats, _verdict(winner, stats, race.gain_of(winner), race.gain_of(planned.kernel)), switch=True
-        )
+        gains = race.gain_of(winner), race.gain_of(planned.kernel)
+        is_scaled = planned.no_overlap is not None
+        self._settle(winner.plan, stats, _verdict(winner, stats, *gains, is_scaled), switch=True)
         return winner.plan
 
     def _watched(self, stats: StepStats) -> None:
@@ -297,7 +297,7 @@ def _remark(plan: Plan, planned: Planned) -> str:
 def _scaled(
     prediction: StepEstimate | None, no_overlap: StepEstimate | None, measured: StepStats | None
 ) -> StepEstimate | None:
-    """A prediction of a machine on which a step without overlap takes as long as it was measured.
+    """Scales a prediction by the measured over the predicted step without overlap.
 
     Profiled steps are slower than others, because they are traced, and the machine's speed may have changed since.
 
@@ -311,8 +311,14 @@ def _scaled(
     return replace(prediction, step_ms=prediction.step_ms * by, exposed_ms=prediction.exposed_ms * by)
 
 
-def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:
-    """One line on the plan that has won."""
+def _verdict(
+    winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None, is_scaled: bool
+) -> str:
+    """One line on the plan that has won.
+
+    Args:
+        is_scaled: whether the prediction was scaled, and differs from the one of the line before the race.
+    """
     line = f"{winner}: measured {stats}"
     if winner.plan == NO_OVERLAP.plan:
         line += ", and no plan is faster by more than the noise"
@@ -324,4 +330,5 @@ def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gai
         return line
     error = winner.prediction.step_ms / stats.step_ms - 1
     far = ", which is far off" if abs(error) > UNEXPECTED_SHARE else ""
-    return f"{line}; predicted {winner.prediction.step_ms:.1f} ms, {100 * error:+.1f} %{far}"
+    scaled = " (scaled to the measured step without overlap)" if is_scaled else ""
+    return f"{line}; predicted {winner.prediction.step_ms:.1f} ms{scaled}, {100 * error:+.1f} %{far}"

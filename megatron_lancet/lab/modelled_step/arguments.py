@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, type=float, default=value, metavar="X", help=f"{what} (default: {value:g})")
     for name, what in (
-        ("--message-sms", "multiprocessors that a message takes; 0: it takes nothing from kernels"),
-        ("--carveout-sms", "multiprocessors that matrix products leave to messages, see --lancet-comm-sms"),
+        ("--message-sms", "multiprocessors that a message takes from kernels"),
+        ("--carveout-sms", "multiprocessors that matrix products leave free, see --lancet-comm-sms"),
     ):
         parser.add_argument(name, type=int, default=0, metavar="N", help=f"{what} (default: 0)")
     parser.add_argument(

@@ -10,7 +10,7 @@ CLOSE_PART = 1.15
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Sort key, lower is simpler: that of :func:`simplicity_of_order`, then simpler dWs, and the same at the ends."""
+    """Sort key, lower is simpler: :func:`simplicity_of_order` first, then dWs, then the plan at the ends of a step."""
     at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
     return (
         *simplicity_of_order(plan),

@@ -277,4 +277,4 @@ def test_prediction_is_scaled_by_the_step_without_overlap():
     tuning.planned(planned(PLAN, no_overlap=StepEstimate(250.0, 90.0)))
     race(tuning, {BASE: 200, PLAN: 120})
     assert tuning.prediction == StepEstimate(pytest.approx(0.8 * 148), pytest.approx(8.0))
-    assert tuning.lines[-1].endswith("predicted 118.4 ms, -1.3 %")
+    assert tuning.lines[-1].endswith("predicted 118.4 ms (scaled to the measured step without overlap), -1.3 %")

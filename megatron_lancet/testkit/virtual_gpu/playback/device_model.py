@@ -36,9 +36,9 @@ class DeviceModel:
         num_sms: multiprocessors: 132 by NVIDIA's data sheet of the H100 SXM.
         message_sms: multiprocessors that a message takes. While one is on the wire, kernels of other streams have the
             rest, and run slower by that share. 0 for messages that take nothing from kernels.
-        persistent: whether matrix products have a block on each multiprocessor that they may use, to their end: beside
-            a message they run in waves, and a message waits for the one that runs. They do not run slower otherwise.
-        carveout_sms: multiprocessors that matrix products leave.
+        persistent: whether a matrix product holds its multiprocessors until it ends. A product that starts beside a
+            message then runs in waves, and a message that starts beside a product waits for the product's end.
+        carveout_sms: multiprocessors that matrix products leave free.
     """
 
     flops_per_s: float = 600e12
@@ -80,12 +80,12 @@ class DeviceModel:
 
     @property
     def waves_beside_message(self) -> int:
-        """Waves in which a persistent product runs that starts while a message is on the wire."""
+        """Number of waves of a persistent product that starts while a message is on the wire."""
         return math.ceil((self.num_sms - self.carveout_sms) / (self.num_sms - self.message_sms))
 
     @property
     def messages_wait(self) -> bool:
-        """Whether a running product leaves too few multiprocessors for a message."""
+        """Whether a running product leaves too few multiprocessors free for a message."""
         return self.persistent and self.carveout_sms < self.message_sms
 
     @property

@@ -5,8 +5,8 @@ end; a stream starts its next kernel when the host has launched it, its last one
 stream waits for have been reached. Messages of one group queue for its link.
 
 Where messages slow down kernels, or queue for one link, the log is played again with the messages of the pass before,
-until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer. Persistent
-products meet messages in the host's order: those that the host launched before.
+until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer. A
+persistent product sees only messages that the host launched before it, and a message only earlier products.
 
 Time for which compute stands still is divided into three: it waits for a message that is on the wire; the host waits
 for a value, such as token counts, and enqueues nothing; the rest, in which the host has not launched the next kernel
@@ -315,7 +315,7 @@ class _Player:
 
 
 class _InOrder:
-    """Times of one stream."""
+    """Intervals of one stream, in order of time."""
 
     def __init__(self) -> None:
         self._all: list[Interval] = []
@@ -326,7 +326,7 @@ class _InOrder:
         self._ends_us.append(one.end_us)
 
     def at(self, time_us: float) -> Interval | None:
-        """The one that holds a time; None if there is none."""
+        """The interval that contains a time, or None."""
         place = bisect_right(self._ends_us, time_us)
         found = self._all[place] if place < len(self._all) else None
         return found if found is not None and found.start_us <= time_us else None

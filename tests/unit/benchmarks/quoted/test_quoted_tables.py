@@ -161,6 +161,11 @@ def test_results_with_pairs_get_tables_of_their_own():
 
 
 @pytest.mark.usefixtures("further_results")
+def test_empty_place_gets_its_table_and_no_more():
+    text = "<!-- quoted: auto-sentence -->\n<!-- end -->\nkept\n<!-- quoted: auto -->\nold\n<!-- end -->\n"
+    assert "<!-- end -->\nkept\n<!-- quoted: auto -->" in quoted.with_tables(text)
+
+
 def test_results_with_tables_of_their_own_enter_no_other():
     # The tables of targets and of the front page combine several benchmarks.
     own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch", "nodes", "targets", "headline"))]

@@ -24,6 +24,7 @@ def masks(monkeypatch) -> dict[int, set[int]]:
     monkeypatch.setattr(os, "sched_setaffinity", found.__setitem__)
     monkeypatch.setattr(core, "_core_of", lambda _: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     return found
 
 
@@ -65,13 +66,15 @@ def test_own_core_is_read_from_the_system():
     assert core._core_of(threading.get_native_id()) in os.sched_getaffinity(0)
 
 
-@pytest.mark.parametrize("why_not", ["operators have threads", "one core", "forbidden"])
+@pytest.mark.parametrize("why_not", ["operators have threads", "one core", "as many ranks as cores", "forbidden"])
 def test_threads_stay_where_they_are_without_a_core_to_share(masks, monkeypatch, why_not):
     own = threading.get_native_id()
     if why_not == "operators have threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     elif why_not == "one core":
         masks[own] = {2}
+    elif why_not == "as many ranks as cores":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     else:
 
         def refuse(*_):
