@@ -58,7 +58,9 @@ class Peers:
             micro_batch: its number in the step, from 1; None where it is not known.
         """
         timeout_s = self._timeout.total_seconds()
-        what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
+        # When a message times out, gloo fails the later messages to that rank too, and reports the timeout for these.
+        silent = waited_s >= timeout_s or "timed out" in str(cause).lower()
+        what = f"sent nothing for {timeout_s:g} s" if silent else "closed the connection"
         lost = self._lost()
         if not lost:
             who = f"{name_ranks(self.others)} failed as well"

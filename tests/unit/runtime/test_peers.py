@@ -13,9 +13,9 @@ OP = Op(3, 1, Phase.INPUT_GRAD, "combine")
 CAUSE = RuntimeError("Read error: Connection reset by peer. A lot of advice follows.")
 
 
-def failure(ranks, waited_s, store=None, micro_batch=None, connected_by_others=()) -> str:
+def failure(ranks, waited_s, store=None, micro_batch=None, connected_by_others=(), cause=CAUSE) -> str:
     peers = Peers(ranks, ranks[0], store or dist.HashStore(), timedelta(seconds=30), connected_by_others)
-    return str(peers.failure(OP, waited_s, CAUSE, micro_batch))
+    return str(peers.failure(OP, waited_s, cause, micro_batch))
 
 
 def test_only_peer_is_named_as_missing():
@@ -34,6 +34,12 @@ def test_micro_batch_is_named_where_it_is_known():
 
 def test_peers_are_missing_after_the_timeout():
     assert ": rank 6 sent nothing for 30 s. " in failure([4, 6], waited_s=30.2)
+
+
+def test_message_behind_one_that_timed_out_is_silence_too():
+    """It was launched late, so it has waited for less than the timeout when both fail."""
+    cause = RuntimeError("[unbound_buffer.cc:129] Timed out waiting 30000ms for send operation to complete")
+    assert ": rank 6 sent nothing for 30 s. " in failure([4, 6], waited_s=29.9, cause=cause)
 
 
 @pytest.mark.parametrize(
