@@ -10,8 +10,6 @@ VERSION = next(
     for line in (HERE / "megatron_lancet" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
-# tools/make_plan.py is installed as lancet-make-plan, and so on.
-TOOL_SCRIPTS = sorted("lancet-" + path.stem.replace("_", "-") for path in (HERE / "tools").glob("*.py"))
 
 setup(
     name="megatron-lancet",
@@ -49,7 +47,7 @@ setup(
     entry_points={
         "console_scripts": [
             "pretrain-gpt-moe = megatron_lancet.training.pretrain:main",
-            *(f"{script} = megatron_lancet.cli.scripts:main" for script in TOOL_SCRIPTS),
+            "lancet = megatron_lancet.cli.scripts:main",
         ]
     },
 )

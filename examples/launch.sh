@@ -5,7 +5,7 @@
 #   NNODES, GPUS_PER_NODE   nodes, and ranks on each (1, 8)
 #   RDZV_ENDPOINT, RDZV_ID  where nodes meet: HOST:PORT of one of them, and a word; both the same on all (-, run)
 #   LOG_DIR                 rank N appends what it prints to LOG_DIR/rank_N.log; unset: to the terminal
-#   DATA_PATH               prefix of a token data set (tools/preprocess_data.py), or mock
+#   DATA_PATH               prefix of a token data set (lancet data encode), or mock
 #   TOKENIZER_TYPE, TOKENIZER   Megatron's --tokenizer-type and --tokenizer-model; not needed with mock
 #   VOCAB_SIZE              of the tokenizer
 #   CHECKPOINTS             folder to save to, and to go on from if there is a checkpoint; empty: neither

@@ -4,13 +4,12 @@ A flag is a field of a dataclass. ``training/arguments.py`` makes the parser fro
 parsed arguments; the dataclass refuses a value outside its range.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.dispatch import PLAIN
@@ -55,7 +54,7 @@ class LancetConfig(CheckedFlags):
         unchecked="",
         help="auto (default): measure the first steps, find the fastest plan and switch to it; with "
         "--lancet-num-chunks use a fixed plan. off: stock Megatron modules. FILE: a plan file that "
-        "tools/make_plan.py made for this model and layout.",
+        "lancet plan make made for this model and layout.",
     )
     num_chunks: int | None = flag(
         None,
@@ -154,49 +153,3 @@ class LancetConfig(CheckedFlags):
         for one in (self, *self.settings.values()):
             for name, entry, its in flags_of(type(one)):
                 yield name, entry, its, getattr(one, entry.name)
-
-    def unchecked_flags(self) -> dict[str, str]:
-        """Flags that a check on a few CPU ranks leaves out, by name, with the part of the run that is not checked."""
-        kinds = (LancetConfig, DryRunConfig, *self.settings)
-        flags = [(name, its) for kind in kinds for name, _, its in flags_of(kind)]
-        return {name: its.unchecked for name, its in flags if its.unchecked is not None}
-
-
-@dataclass(frozen=True)
-class DryRunConfig(CheckedFlags):
-    """Whether the run only validates its command line, and for how many ranks.
-
-    Raises:
-        UsageError: a value is outside the range of its flag, or a world size is given to a run that is no dry run.
-    """
-
-    dry_run: bool = flag(
-        False,
-        parsed_as=bool,
-        unchecked="",
-        help="validate the command line as for a cluster with GPUs, print model size, parallel layout, memory per "
-        "GPU and plan, and exit: needs one process, no GPU and no data. Missing files and packages are warnings; "
-        "anything that the run would refuse is an error.",
-    )
-    world_size: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        unchecked="",
-        help="with --lancet-dry-run: number of ranks. Default: WORLD_SIZE of the environment, else the fewest "
-        "that the parallel sizes allow.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.world_size is not None and not self.dry_run:
-            raise UsageError(
-                f"--lancet-world-size {self.world_size} is for --lancet-dry-run: a run gets its number of ranks from "
-                "its launcher. Drop it."
-            )
-        super().__post_init__()
-
-
-def is_dry_run(command_line: Sequence[str]) -> bool:
-    """Whether a command line asks for a dry run, before it is parsed; Megatron's parser takes no abbreviations."""
-    return next(name for name, entry, _ in flags_of(DryRunConfig) if entry.name == "dry_run") in command_line

@@ -83,9 +83,12 @@ quietly pretrain-gpt-moe --version
 shows "megatron-lancet $(cat "$work/version")"
 quietly pretrain-gpt-moe --help
 shows --lancet-plan
-for script in "$work"/venv/bin/lancet-*; do
-    quietly "$script" --help
-    shows "usage: $(basename "$script")"
+quietly lancet --help
+commands=$(python -c 'from megatron_lancet.cli.commands import COMMANDS; print("\n".join(COMMANDS))')
+echo "$commands" | while read -r command; do
+    # shellcheck disable=SC2086 # words
+    quietly lancet $command --help
+    shows "usage: lancet $command"
 done
 
 step "training"
@@ -101,13 +104,13 @@ shows "iteration *2/ *2 "
 step "profile, plan, explanation; a run by that plan and its timeline, in a mocked world of 2 ranks"
 mocked="--distributed-backend mock --expert-model-parallel-size 2 --global-batch-size 4"
 # shellcheck disable=SC2086
-quietly env WORLD_SIZE=2 lancet-profile-model --output profile.json $model $mocked
-quietly lancet-make-plan profile.json --output plan.json
-quietly lancet-explain-plan plan.json
+quietly env WORLD_SIZE=2 lancet plan profile --output profile.json $model $mocked
+quietly lancet plan make profile.json --output plan.json
+quietly lancet plan explain plan.json
 # shellcheck disable=SC2086
 quietly env WORLD_SIZE=2 RANK=0 pretrain-gpt-moe $model $mocked --train-iters 6 --lancet-plan plan.json --lancet-report report
 shows "Megatron-Lancet report"
 mkdir again
-quietly lancet-show-timeline report/trace.json --output again
+quietly lancet trace show report/trace.json --output again
 grep -q "<script" again/timeline.html
 step "all right"

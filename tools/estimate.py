@@ -1,8 +1,8 @@
 """Estimates what overlap would bring to a launch script, before anything runs: step, exposed share, memory.
 
-    lancet-estimate examples/qwen3_30b_a3b.sh --cluster 4x8:h100,nvlink,400g
-    lancet-estimate --cluster 32x8:h100,nvlink,400g --routing zipf:0.5 --num-layers 48 ... (flags of Megatron)
-    lancet-estimate --published
+    lancet estimate examples/qwen3_30b_a3b.sh --cluster 4x8:h100,nvlink,400g
+    lancet estimate --cluster 32x8:h100,nvlink,400g --routing zipf:0.5 --num-layers 48 ... (flags of Megatron)
+    lancet estimate --published
 
 A script runs with stand-ins for launchers, read-only files and no network: docs/security.md.
 It needs no profile, no GPU and no cluster. All figures are ranges, over what kernels and links reach of their data

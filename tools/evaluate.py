@@ -1,16 +1,16 @@
 """Computes loss and perplexity of a checkpoint of pretrain_gpt_moe.py on a data set.
 
 The checkpoint describes its model; pass only its folder and the data: a .jsonl or .txt file, or the prefix of a dataset
-that tools/preprocess_data.py wrote (without .bin/.idx).
+that lancet data encode wrote (without .bin/.idx).
 
-  python tools/evaluate.py --load runs/demo/checkpoints --data my.jsonl
-  torchrun --nproc-per-node 2 tools/evaluate.py --load ... --data ...    the experts on two ranks
+  lancet evaluate --load runs/demo/checkpoints --data my.jsonl
+  torchrun --nproc-per-node 2 -m megatron_lancet evaluate --load ... --data ...    the experts on two ranks
 
 The data is one stream, cut into windows of the length that the model was trained with, as training cuts its
 validation data. A checkpoint of any number of expert-parallel ranks runs on any other that divides the number of
 experts.
 
-  torchrun --nproc-per-node 4 tools/evaluate.py --load ... --data ... --replicas 8
+  torchrun --nproc-per-node 4 -m megatron_lancet evaluate --load ... --data ... --replicas 8
 
 keeps replicas of popular experts on other ranks, so that a skewed text does not leave ranks waiting for the fullest
 one; --chunks 2, or --tiles 1, computes while rows are on their way between ranks. Losses stay the same
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--popularity",
         type=Path,
         metavar="FILE",
-        help="choose the replicas by this measured load (tools/routing_report.py --expert-load) and not by a first "
+        help="choose the replicas by this measured load (lancet plan routing --expert-load) and not by a first "
         "pass over an eighth of the batches",
     )
     add(

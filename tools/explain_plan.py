@@ -1,7 +1,7 @@
 """Explains a plan, layer by layer, and the communication that stays exposed.
 
-  tools/explain_plan.py plan.json                            the content of the file
-  tools/explain_plan.py plan.json --profile profile.json     also the reasons for exposed messages, and other plans
+  lancet plan explain plan.json                            the content of the file
+  lancet plan explain plan.json --profile profile.json     also the reasons for exposed messages, and other plans
 
 Layers with the same treatment share a paragraph.
 """
@@ -33,7 +33,7 @@ _NUM_ALTERNATIVES = 5
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="plan file from tools/make_plan.py")
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="plan file from lancet plan make")
     parser.add_argument("--profile", type=Path, metavar="PROFILE", help="profile of the plan's model")
     parser.add_argument("--all-layers", action="store_true", help="with --profile: one paragraph per layer")
     arguments = parser.parse_args(argv)

@@ -2,8 +2,8 @@
 
 The checkpoint describes its model; pass only its folder and a prompt (an argument, a file, or standard input):
 
-  python tools/generate.py --load runs/demo/checkpoints --prompt "def read("
-  torchrun --nproc-per-node 2 tools/generate.py --load ... --prompt-file prompt.txt    the experts on two ranks
+  lancet generate --load runs/demo/checkpoints --prompt "def read("
+  torchrun --nproc-per-node 2 -m megatron_lancet generate --load ... --prompt-file prompt.txt    experts on two ranks
 
 By default the next token is drawn from all of the model's distribution. A checkpoint of any number of expert-parallel
 ranks runs on any other that divides the number of experts.

@@ -1,11 +1,11 @@
 """Makes a plan from a profile and prints its predicted effect.
 
-  tools/make_plan.py profile.json --output plan.json
-  tools/make_plan.py profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
-  tools/make_plan.py profile.json --output plan.json --ep-size 4
+  lancet plan make profile.json --output plan.json
+  lancet plan make profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
+  lancet plan make profile.json --output plan.json --ep-size 4
 
 Use the plan with pretrain_gpt_moe.py --lancet-plan plan.json. The same profile and flags give the same plan.
-tools/explain_plan.py explains it.
+lancet plan explain explains it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _NUM_ALTERNATIVES = 5
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from tools/profile_model.py")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from lancet plan profile")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="PLAN", help="plan file to write, in an existing folder"
     )
@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ep-size",
         type=_ep_size,
         metavar="N",
-        help="ranks that share the experts, at least 2; tools/simulate_plan.py --ep-size 2 4 8 compares sizes",
+        help="ranks that share the experts, at least 2; lancet plan simulate --ep-size 2 4 8 compares sizes",
     )
     add_network_arguments(group)
     add_reduction_arguments(parser)

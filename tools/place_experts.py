@@ -1,8 +1,8 @@
 """Places experts on ranks by their measured load, for training or for a server.
 
-  tools/place_experts.py profile.json --output placement.json
-  tools/place_experts.py profile.json --ep-size 16 --ranks-per-node 8 --output placement.json
-  tools/place_experts.py profile.json --ep-size 8 --replicas 16 --format sglang --output location.json
+  lancet plan experts profile.json --output placement.json
+  lancet plan experts profile.json --ep-size 16 --ranks-per-node 8 --output placement.json
+  lancet plan experts profile.json --ep-size 8 --replicas 16 --format sglang --output location.json
 
 At each all-to-all all ranks wait for the one with most rows. "most/mean" is its load over the mean of the ranks. With
 --ranks-per-node the rows that the busiest node exchanges with others count as well. Training reads the file with
@@ -29,7 +29,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("load", type=Path, metavar="FILE", help="profile from tools/profile_model.py, or a load of experts")
+    add("load", type=Path, metavar="FILE", help="profile from lancet plan profile, or a load of experts")
     add("--ep-size", type=positive_int, metavar="P", help="expert-parallel ranks (default: as measured)")
     add("--ranks-per-node", type=positive_int, metavar="L", help="count rows between nodes of L ranks (default: don't)")
     add("--replicas", type=positive_int, metavar="R", help="slots for replicas in each layer, on all ranks together")

@@ -1,8 +1,8 @@
 """Converts a folder of text or code to a JSONL corpus for ``train_tokenizer.py`` and ``preprocess_data.py``.
 
-  tools/prepare_corpus.py --input ~/texts --output corpus.jsonl --extensions .txt .md
-  tools/prepare_corpus.py --documents functions --output functions.jsonl
-  tools/prepare_corpus.py --documents pairs --output pairs.jsonl
+  lancet data corpus --input ~/texts --output corpus.jsonl --extensions .txt .md
+  lancet data corpus --documents functions --output functions.jsonl
+  lancet data corpus --documents pairs --output pairs.jsonl
 
 The last two cut Python sources, by default the standard library's, into functions: short and long documents as
 they occur. A pair has the keys prompt (signature and docstring) and answer (the body).

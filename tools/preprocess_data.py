@@ -4,7 +4,7 @@ The input has one JSON object per line in UTF-8; blank lines are ignored and tex
 output does not depend on the number of workers and is written atomically: a failed run removes what it wrote and keeps
 an older dataset with the same prefix.
 
-  tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \
+  lancet data encode --input corpus.jsonl --output-prefix data/corpus --append-eod \
       --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.

@@ -1,8 +1,8 @@
 """Makes a profile for the planner from torch.profiler's traces of an ordinary Megatron run.
 
-  python tools/profile_from_trace.py DIR/../torch_profile/rank-*.json.gz --output profile.json
-  python tools/make_plan.py profile.json --output plan.json
-  python tools/simulate_plan.py profile.json
+  lancet trace profile DIR/../torch_profile/rank-*.json.gz --output profile.json
+  lancet plan make profile.json --output plan.json
+  lancet plan simulate profile.json
 
 Record some steps with Megatron's own flags; docs/from_trace.md has them, and says what a trace can't show.
 """

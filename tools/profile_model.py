@@ -1,18 +1,20 @@
 """Measures what a model's ops, links and layers cost, and writes a profile for the planner.
 
-    torchrun --nproc-per-node 2 tools/profile_model.py --output profile.json [flags of pretrain_gpt_moe.py]
-    WORLD_SIZE=8 python tools/profile_model.py --output profile.json --distributed-backend mock [flags]
+    torchrun --nproc-per-node 2 -m megatron_lancet plan profile --output profile.json LAUNCH
+    WORLD_SIZE=8 lancet plan profile --output profile.json train.sh --distributed-backend mock
 
-Takes the flags of pretrain_gpt_moe.py. Runs real training steps under a few plans, on the run's own data (--mock-data
-is enough) and between its own ranks; in a mocked world --lancet-mock-link sets the link times. Only the profile
-is saved.
+LAUNCH is a launch script with its arguments, a file of Megatron's flags, or the flags. The command runs real training
+steps under a few plans, on the run's own data (--mock-data is enough) and between its own ranks; in a mocked world
+--lancet-mock-link sets the link times. Only the profile is saved.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from megatron_lancet.cli.arguments import add_launch_arguments, own_words
 from megatron_lancet.errors import run_command
+from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.training.pretrain import main as pretrain
 
 _ENOUGH_STEPS = 1000
@@ -25,9 +27,13 @@ def main() -> None:
     """Runs the training script with the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PROFILE", help="file for the profile (JSON)")
-    own, flags = parser.parse_known_args()
+    add_launch_arguments(parser)
+    words, rest = own_words(parser, sys.argv[1:])
+    own = parser.parse_args(words)
+    launch = read_launch(rest, own.trust_script)
+    launch.set_environment()
     # The last one counts of a flag that is given twice.
-    sys.argv[1:] = [*_DEFAULTS, *flags, *_ALWAYS, "--lancet-profile", str(own.output)]
+    sys.argv[1:] = [*_DEFAULTS, *launch.words, *_ALWAYS, "--lancet-profile", str(own.output)]
     pretrain()
 
 

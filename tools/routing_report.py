@@ -1,8 +1,8 @@
 """Shows how popular the experts of a checkpoint's layers are for a text, how that drifts, and how well it is forecast.
 
-  python tools/routing_report.py --load runs/demo/checkpoints --data my.jsonl
-  torchrun --nproc-per-node 2 tools/routing_report.py --load ... --data ... --expert-load load.json
-  python tools/routing_report.py --loads monday.json tuesday.json wednesday.json
+  lancet plan routing --load runs/demo/checkpoints --data my.jsonl
+  torchrun --nproc-per-node 2 -m megatron_lancet plan routing --load ... --data ... --expert-load load.json
+  lancet plan routing --loads monday.json tuesday.json wednesday.json
 
 Each batch of the text is a window. Per layer: rows of the most popular expert over the mean, over all windows and in a
 window (median); the share of the rows that the most popular experts get; the share of rows that go to another expert
@@ -11,7 +11,7 @@ it is what the last window was, and what Lina's path table says, which is profil
 mean absolute error of an expert's share, "other top" the share of windows whose most popular experts are others than
 the forecast's.
 
---loads takes files with measured loads instead, each a window, as tools/place_experts.py takes them. These have no
+--loads takes files with measured loads instead, each a window, as lancet plan experts takes them. These have no
 choices of tokens, so there is no path table. docs/evaluate_generate.md says more.
 """
 
@@ -66,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--expert-load",
         type=Path,
         metavar="FILE",
-        help="also write the rows by layer, rank and expert to FILE, as tools/place_experts.py and tools/evaluate.py "
+        help="also write the rows by layer, rank and expert to FILE, as lancet plan experts and lancet evaluate "
         "--popularity read them",
     )
     args = parser.parse_args(argv)

@@ -4,12 +4,12 @@ By default: the timeline of one plan, in the profiled layout or in the layout of
 With --world-sizes, or several --ep-size: one line per layout, for no overlap, two chunks everywhere, and a plan.
 With --lengths: one line per way of packing documents of such lengths into micro-batches.
 
-  tools/simulate_plan.py profile.json                        make a plan, show its timeline
-  tools/simulate_plan.py profile.json plan.json --spans      a plan's timeline, op by op
-  tools/simulate_plan.py profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
+  lancet plan simulate profile.json                        make a plan, show its timeline
+  lancet plan simulate profile.json plan.json --spans      a plan's timeline, op by op
+  lancet plan simulate profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
       --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
-  tools/simulate_plan.py profile.json --ep-size 2 4 8        choose the number of experts per rank
-  tools/simulate_plan.py profile.json --lengths data/corpus_text_document --plan no-overlap
+  lancet plan simulate profile.json --ep-size 2 4 8        choose the number of experts per rank
+  lancet plan simulate profile.json --lengths data/corpus_text_document --plan no-overlap
 
 docs/planner.md explains the computation and its limits.
 """
@@ -74,8 +74,8 @@ _NUM_WAITS = 8
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from tools/profile_model.py")
-    parser.add_argument("plan_file", type=Path, nargs="?", metavar="PLAN", help="plan file from tools/make_plan.py")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from lancet plan profile")
+    parser.add_argument("plan_file", type=Path, nargs="?", metavar="PLAN", help="plan file from lancet plan make")
     parser.add_argument(
         "--plan",
         choices=("auto", "two-chunks", "no-overlap"),

@@ -3,7 +3,7 @@
 Text survives ``decode(encode(text))`` unchanged: newlines, tabs, runs of spaces, any Unicode. The one
 exception is U+2581, which SentencePiece itself uses for the space and decodes to a space.
 
-  tools/train_tokenizer.py --input corpus.jsonl --output-prefix tokenizer --vocab-size 32000
+  lancet data tokenizer --input corpus.jsonl --output-prefix tokenizer --vocab-size 32000
 """
 
 import argparse

@@ -1,17 +1,21 @@
 """Models a micro-batch of a launch command on GPUs that are not there: kernels per layer, step time, a timeline.
 
-    WORLD_SIZE=8 python tools/virtual_gpu.py --link 10:350 [flags of pretrain_gpt_moe.py]
-    python tools/virtual_gpu.py --launch-us 4 --connections 8 --timeline step.html [flags of pretrain_gpt_moe.py]
+    WORLD_SIZE=8 lancet plan step --link 10:350 LAUNCH
+    lancet plan step --launch-us 4 --connections 8 --timeline step.html LAUNCH
 
-Takes the flags of pretrain_gpt_moe.py, runs the model without values (torch's meta device) and plays what it enqueues
-on a model of a GPU. docs/virtual_gpu.md says what that can and can't show.
+LAUNCH is a launch script with its arguments, a file of Megatron's flags, or the flags. The command runs the model
+without values (torch's meta device) and plays what it enqueues on a model of a GPU. docs/virtual_gpu.md says what that
+can and can't show.
 """
 
 import argparse
 import logging
+import sys
 import warnings
 
+from megatron_lancet.cli.arguments import add_launch_arguments, own_words
 from megatron_lancet.errors import run_command
+from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
 from megatron_lancet.training.megatron.versions import check_versions
 
@@ -22,7 +26,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_arguments(parser)
-    own, flags = parser.parse_known_args()
+    add_launch_arguments(parser)
+    words, rest = own_words(parser, sys.argv[1:])
+    own = parser.parse_args(words)
     check_arguments(own)
     check_versions()
     logging.disable(logging.WARNING)
@@ -30,7 +36,7 @@ def main() -> None:
     # Imported only now, because this imports megatron, whose version has been checked.
     from megatron_lancet.lab.modelled_step import command
 
-    print(command.modelled(own, flags))
+    print(command.modelled(own, read_launch(rest, own.trust_script)))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _case(documents: str, percent: int, shape: Shape) -> Case:
 
 
 CASES = {case.name: case for case in (_case("functions", 20, _FUNCTIONS), _case("classes", 20, _CLASSES))}
-"""By what becomes a document: a value of ``tools/prepare_corpus.py --documents``."""
+"""By what becomes a document: a value of ``lancet data corpus --documents``."""
 
 Drawn = Sequence[Sequence[int]]
 """Tokens of the documents of a step, per rank."""

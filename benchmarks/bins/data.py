@@ -11,7 +11,7 @@ def prepare(folder: Path, kinds: Collection[str]) -> None:
     """Writes a tokenizer, and the data set KIND_text_document of each kind, to a new folder.
 
     Args:
-        kinds: values of ``tools/prepare_corpus.py --documents``.
+        kinds: values of ``lancet data corpus --documents``.
 
     Raises:
         UsageError: a tool failed.

@@ -1,1 +1,1 @@
-"""What ``lancet-check`` finds: known bugs of Megatron, and nothing in launches drawn at random."""
+"""What ``lancet check`` finds: known bugs of Megatron, and nothing in launches drawn at random."""

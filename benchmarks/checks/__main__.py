@@ -1,4 +1,4 @@
-"""What ``lancet-check`` finds: ``python -m benchmarks.checks [--random N] [--output FILE]``.
+"""What ``lancet check`` finds: ``python -m benchmarks.checks [--random N] [--output FILE]``.
 
 Each known bug must be found with its axis and the name of a wrong tensor. In each random launch, ours must equal stock,
 or stock is equal and there is no overlap to compare. Exits with status 1 otherwise.

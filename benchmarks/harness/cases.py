@@ -63,7 +63,7 @@ class Variant:
             during the compute of the next one. It needs at least two.
         delays_wgrad: adds Megatron's delay-wgrad-compute: weight gradients run apart from input gradients. Needs
             Transformer Engine layers.
-        is_placed: experts are on the ranks that ``tools/place_experts.py`` would choose for the case's load.
+        is_placed: experts are on the ranks that ``lancet plan experts`` would choose for the case's load.
     """
 
     name: str

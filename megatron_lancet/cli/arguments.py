@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
@@ -52,3 +53,26 @@ def require_output_folder(target: Path) -> None:
         raise UsageError(f"output folder {folder} is not writable (for {target.name})")
     if target.is_dir():
         raise UsageError(f"output {target} is an existing folder, expected a file name")
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what each command with a launch takes: the launch itself, behind all flags, and how its script runs."""
+    parser.add_argument(
+        "--trust-script", action="store_true", help="run the launch script without isolation, with access to all files"
+    )
+    parser.add_argument(
+        "launch",
+        nargs=argparse.REMAINDER,
+        metavar="LAUNCH",
+        help="a launch script with its arguments, a file of Megatron's flags, or the flags",
+    )
+
+
+def own_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line where the launch begins: at the first word that is none of the tool's flags or values."""
+    takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    position = 0
+    while position < len(words) and words[position].partition("=")[0] in takes_value:
+        name, equals, _ = words[position].partition("=")
+        position += 2 if takes_value[name] and not equals else 1
+    return list(words[:position]), list(words[position:])

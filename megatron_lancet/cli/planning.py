@@ -94,7 +94,7 @@ def load_expert_load(path: Path) -> ExpertLoad:
     if load is None or not load.layers:
         raise UsageError(
             f"{path} has no load of experts: the profile is of a mocked world, or of a model without experts. "
-            "Profile the model again with tools/profile_model.py on all its ranks."
+            "Profile the model again with lancet plan profile on all its ranks."
         )
     return load
 

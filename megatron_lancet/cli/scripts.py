@@ -1,32 +1,63 @@
-"""Entry point of the installed scripts: ``lancet-make-plan`` runs ``tools/make_plan.py``, and so on."""
+"""Entry point of ``lancet``: finds the sub-command and runs its tool."""
 
+import difflib
 import importlib.util
-import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lancet import __version__
+from megatron_lancet.cli.commands import COMMANDS, Command, help_text
 from megatron_lancet.errors import UsageError, run_command
 
-_PREFIX = "lancet-"
 _PACKAGE = "megatron_lancet.tools"
 """Package that holds the files of ``tools`` in an installation; a checkout has their folder instead."""
 _CHECKOUT = Path(__file__).resolve().parents[2] / "tools"
 
 
 def main() -> None:
-    """Runs the tool with this script's name as main program; ``setup.py`` installs one script for each tool."""
-    run_command(_run_tool)
+    """Runs ``lancet`` with the command line of this process; so does ``python -m megatron_lancet``."""
+    run_command(lambda: _run(sys.argv[1:]))
 
 
-def _run_tool() -> None:
-    script = Path(sys.argv[0]).stem
-    name = script.removeprefix(_PREFIX).replace("-", "_")
-    module, file = f"{_PACKAGE}.{name}", _CHECKOUT / f"{name}.py"
-    if importlib.util.find_spec(_PACKAGE) is None and file.is_file():  # installed with pip install -e
-        runpy.run_path(str(file), run_name="__main__")
-        return
-    if importlib.util.find_spec(_PACKAGE) is None or importlib.util.find_spec(module) is None:
-        raise UsageError(
-            f"there is no tool {script}; expected the name of an installed one, such as {_PREFIX}make-plan"
-        )
-    runpy.run_module(module, run_name="__main__")
+def _run(words: Sequence[str]) -> None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(help_text() + "\n")
+    elif words[0] == "--version":
+        sys.stdout.write(f"megatron-lancet {__version__}\n")
+    elif (command := _command(words)) is not None:
+        sys.argv = [f"lancet {command.words}", *words[len(command.words.split()) :]]
+        _run_tool(command)
+    else:
+        sys.stdout.write(help_text(words[0]) + "\n")
+
+
+def _command(words: Sequence[str]) -> Command | None:
+    """Returns the command that the words begin with; None if the help of its group is asked for.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    for length in (1, 2):
+        command = COMMANDS.get(" ".join(words[:length]))
+        if command is not None:
+            return command
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    if group and words[1:2] in ([], ["-h"], ["--help"]):
+        return None
+    tried = " ".join(words[: 2 if group and len(words) > 1 else 1])
+    close = difflib.get_close_matches(tried, [*COMMANDS, *(name.split()[0] for name in COMMANDS)], n=1)
+    expected = ", ".join(group or dict.fromkeys(name.split()[0] for name in COMMANDS))
+    meant = f" Did you mean lancet {close[0]}?" if close else ""
+    raise UsageError(f"there is no command {tried!r}; expected {expected}.{meant} lancet --help lists all.")
+
+
+def _run_tool(command: Command) -> None:
+    """Runs the file of a tool as main program; runpy would put the file's path where argparse takes the name from."""
+    package = importlib.util.find_spec(_PACKAGE)
+    locations = package.submodule_search_locations if package is not None else None
+    folder = Path(next(iter(locations))) if locations else _CHECKOUT  # a checkout: installed with pip install -e
+    spec = importlib.util.spec_from_file_location("__main__", folder / f"{command.tool}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -94,7 +94,7 @@ def sequence_lengths(prefix: str) -> np.ndarray:
 
 
 def _damaged(idx: Path, why: str) -> UsageError:
-    return UsageError(f"{idx} is damaged, or no index of tokens: {why}. Rebuild it with tools/preprocess_data.py.")
+    return UsageError(f"{idx} is damaged, or no index of tokens: {why}. Rebuild it with lancet data encode.")
 
 
 def _read_head(head: bytes, idx: Path) -> tuple[np.dtype, int, int]:

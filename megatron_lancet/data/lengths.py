@@ -35,7 +35,7 @@ def read_lengths(source: Path) -> Histogram:
         found = _from_dataset(str(source))
     else:
         raise UsageError(
-            f"no lengths at {source}: expected a JSON file of tools/preprocess_data.py --write-lengths, or a dataset's "
+            f"no lengths at {source}: expected a JSON file of lancet data encode --write-lengths, or a dataset's "
             "prefix without .bin/.idx"
         )
     if not found:

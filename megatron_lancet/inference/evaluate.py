@@ -58,7 +58,7 @@ class Evaluation:
 def read_stream(data: str, tokenizer: Any, key: str = "text") -> TokenStream:
     """Read the tokens of a ``.jsonl`` or ``.txt`` file, or of the dataset with the prefix ``data``.
 
-    Texts are joined as by ``tools/preprocess_data.py --append-eod``, and one end of text precedes the first, so that
+    Texts are joined as by ``lancet data encode --append-eod``, and one end of text precedes the first, so that
     every token of the text is predicted.
 
     Args:

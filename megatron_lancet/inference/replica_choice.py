@@ -1,4 +1,4 @@
-"""Which experts ``tools/evaluate.py --replicas`` copies, and where to: by a measured popularity."""
+"""Which experts ``lancet evaluate --replicas`` copies, and where to: by a measured popularity."""
 
 import argparse
 import statistics

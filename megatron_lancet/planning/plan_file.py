@@ -153,7 +153,7 @@ def read_plan_file(path: Path) -> PlanFile:
     """
     value = parse_object(read_text(path), str(path))
     if {"ops", "weight_grads"} <= value.keys():
-        raise RecordError(f"{path}: this is a profile; tools/make_plan.py makes a plan of it")
+        raise RecordError(f"{path}: this is a profile; lancet plan make makes a plan of it")
     if "segments" in value:
         raise RecordError(f"{path}: this is a bare plan; a plan file has it as its field 'plan'")
     take_version(value, PLAN_FILE_VERSION, "the plan file", str(path))
@@ -212,5 +212,5 @@ def check_fits(content: PlanFile, model: MadeFor, where: str) -> None:
     if different:
         raise RecordError(
             f"{where} was made for another model or layout: {'; '.join(different)}. Make one for this run with "
-            "tools/make_plan.py from a profile of it"
+            "lancet plan make from a profile of it"
         )

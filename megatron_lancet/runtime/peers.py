@@ -58,16 +58,12 @@ class Peers:
             micro_batch: its number in the step, from 1; None where it is not known.
         """
         timeout_s = self._timeout.total_seconds()
-        # When a message times out, gloo fails the later messages to that rank too, and reports the timeout for these.
-        silent = waited_s >= timeout_s or "timed out" in str(cause).lower()
-        what = f"sent nothing for {timeout_s:g} s" if silent else "closed the connection"
+        timed_out = waited_s >= timeout_s or "timed out" in str(cause).lower()  # gloo: also of a message behind it
+        what = f"sent nothing for {timeout_s:g} s" if timed_out else "closed the connection"
         lost = self._lost()
-        if not lost:
-            who = f"{name_ranks(self.others)} failed as well"
-        elif len(lost) == 1:
-            who = f"{name_ranks(lost)} {what}"
-        else:
-            who = f"one or more of {name_ranks(lost)} {what}"
+        who = f"{name_ranks(self.others)} failed as well"
+        if lost:
+            who = f"{'one or more of ' if len(lost) > 1 else ''}{name_ranks(lost)} {what}"
         whose = "" if micro_batch is None else f" of micro-batch {micro_batch}"
         reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
         return PeerError(

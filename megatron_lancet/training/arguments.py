@@ -16,14 +16,30 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
-from megatron_lancet.config import DryRunConfig, LancetConfig
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
+from megatron_lancet.training.dry_run_flags import DryRunConfig
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
+
+
+class _OwnHelp(argparse.Action):
+    """Prints the flags of one group: ``--help`` lists all of Megatron's, four thousand lines."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, group: argparse._ArgumentGroup, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+        self._group = group
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        formatter = parser._get_formatter()
+        formatter.start_section(f"{self._group.title} ({self._group.description})")
+        formatter.add_arguments(self._group._group_actions)
+        formatter.end_section()
+        parser.exit(message=formatter.format_help())
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser, features: Sequence[Feature] = ()) -> argparse.ArgumentParser:
@@ -34,6 +50,9 @@ def add_lancet_arguments(parser: argparse.ArgumentParser, features: Sequence[Fea
     """
     group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
     group.add_argument("--version", action="version", version=f"megatron-lancet {__version__}")
+    group.add_argument(
+        "--lancet-help", action=_OwnHelp, group=group, help="list the flags of Megatron-Lancet, and exit"
+    )
     add_config_arguments(group, LancetConfig)
     add_config_arguments(group, DryRunConfig)
     _add_feature_arguments(group, features)
@@ -265,7 +284,7 @@ def _check_data(args: argparse.Namespace) -> None:
         *(args.data_args_path, args.per_split_data_args_path),
     )
     if not any(named) and not args.mock_data:
-        raise UsageError("no data: pass --data-path PREFIX (see tools/preprocess_data.py) or --mock-data.")
+        raise UsageError("no data: pass --data-path PREFIX (see lancet data encode) or --mock-data.")
     if args.eval_interval is None:
         raise UsageError("--eval-interval is missing: Megatron plans its validation samples by it.")
 

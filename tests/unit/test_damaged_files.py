@@ -247,7 +247,7 @@ def test_damaged_jsonl_texts_are_refused_or_read(folder, tokenizer_file):
 
 @pytest.fixture(scope="module")
 def tokenizer_file(folder):
-    """A real model, as small as tools/train_tokenizer.py makes them."""
+    """A real model, as small as lancet data tokenizer makes them."""
     path = folder / "good.model"
     texts = [f"def f{i}(x):  return x + {i}  # some text {'abcdefghij'[i % 10]} é" for i in range(200)]
     content = tool("train_tokenizer").train_model(texts, 400)

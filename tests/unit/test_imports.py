@@ -23,6 +23,7 @@ ALLOWED = {
     "patching": set(),
     "data": set(),
     "cli": {"schedule", "planning", "data"},
+    "__main__": {"cli"},
     "runtime": {"schedule", "registry"},
     "model": {"schedule", "runtime", "registry"},
     "profiler": {"schedule", "planning", "runtime", "model"},

@@ -20,8 +20,8 @@ PROCESSES = {
     *("Popen", "os.posix_spawn", "os.posix_spawnp"),
 }
 STARTS = {
-    "megatron_lancet/lab/check/isolated/script.py": "a launch script, isolated or by --trust-script",
-    "megatron_lancet/lab/check/isolated/sandbox.py": "the same script, as its sandbox",
+    "megatron_lancet/lab/launch/isolated/script.py": "a launch script, isolated or by --trust-script",
+    "megatron_lancet/lab/launch/isolated/sandbox.py": "the same script, as its sandbox",
     "benchmarks/demo/training_log/training_process.py": "our own training",
     "tools/check_gpu.py": "pip, git and our own benchmarks",
     **dict.fromkeys(

@@ -114,6 +114,6 @@ def _mask_of(dataset: IndexedDataset, path: str | None, config: GPTDatasetConfig
     if not np.array_equal(mask.sequence_lengths, dataset.sequence_lengths):
         raise UsageError(
             f"the loss mask {mask_prefix(path)} should have documents of the lengths of {path}, and they differ. Write "
-            "both again with tools/preprocess_data.py, or remove the mask."
+            "both again with lancet data encode, or remove the mask."
         )
     return mask

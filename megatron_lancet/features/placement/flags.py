@@ -15,7 +15,7 @@ class PlacementFlags(CheckedFlags):
         read=Path,
         metavar="FILE",
         unchecked="",
-        help="place experts on ranks by FILE, which tools/place_experts.py writes. Losses, logs and checkpoints keep "
+        help="place experts on ranks by FILE, which lancet plan experts writes. Losses, logs and checkpoints keep "
         "the model's expert indices.",
     )
     rebalance_interval: int | None = flag(

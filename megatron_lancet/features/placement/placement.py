@@ -107,13 +107,13 @@ def _placement_of(args: argparse.Namespace, path: Path | None) -> Mapping[int, P
     if unknown:
         raise UsageError(
             f"{FLAG} {path}: layer {unknown[0]} has no experts in this model, which has them in layers "
-            f"{_listed(moe_layers)}. Place the experts of this model with tools/place_experts.py."
+            f"{_listed(moe_layers)}. Place the experts of this model with lancet plan experts."
         )
     for layer, experts in placements.items():
         if len(experts) != args.num_experts:
             raise UsageError(
                 f"{FLAG} {path}: layer {layer} has {len(experts)} experts, this model has --num-experts "
-                f"{args.num_experts}. Place the experts of this model with tools/place_experts.py."
+                f"{args.num_experts}. Place the experts of this model with lancet plan experts."
             )
     return placements
 

@@ -40,12 +40,12 @@ class TuningFlags(CheckedFlags):
     )
     profile: Path | None = flag(
         None,
-        not_with_spec="; use tools/profile_model.py.",
+        not_with_spec="; use lancet plan profile.",
         read=Path,
         metavar="FILE",
         unchecked="",
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and exit; "
-        "tools/profile_model.py sets this flag.",
+        "lancet plan profile sets this flag.",
     )
 
     @property

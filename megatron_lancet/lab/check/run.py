@@ -1,4 +1,4 @@
-"""``lancet-check``: from the command line to a report."""
+"""``lancet check``: from the command line to a report."""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 from megatron_lancet.atomic import atomic_write
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.check import Verdict, check
-from megatron_lancet.lab.check.launch import Launch, as_dry_run, read_launch
 from megatron_lancet.lab.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.lab.check.report import record, report
 from megatron_lancet.lab.check.shrink import shrink
 from megatron_lancet.lab.check.words import read_command_line
+from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.training.platform.detect import has_transformer_engine
 from megatron_lancet.training.process.console import say
 
@@ -30,9 +30,6 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
     """
     start_s = time.monotonic()
     launch = read_launch(launch_words, options.trust_script)
-    if options.dry_run:
-        _dry_run(launch)
-        return 0
     if options.te and not has_transformer_engine():
         raise UsageError(
             "--te: Transformer Engine can't be imported here: its kernels need a GPU, and the ranks of a check are "
@@ -66,12 +63,3 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
 def _show_progress(line: str) -> None:
     if sys.stderr.isatty():
         print(f"  {line}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _dry_run(launch: Launch) -> None:
-    """Runs the launch dry, in the environment that its script makes and for the ranks that it would start."""
-    from megatron_lancet.lab.dry_run.run import run_dry
-
-    size = [] if launch.num_ranks is None else ["--lancet-world-size", str(launch.num_ranks)]
-    with as_dry_run(launch, *size):
-        run_dry()

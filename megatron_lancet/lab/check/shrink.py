@@ -4,10 +4,13 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import SmallLaunch
+from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
+from megatron_lancet.training.dry_run_flags import DryRunConfig
 from megatron_lancet.training.plan.flag_mapping import OTHER_DISPATCHERS
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 
@@ -103,7 +106,7 @@ def shrink(
     for flags, change in _given_anew(line.args):
         words += flags
         changes += [change] if change else []
-    unchecked = line.config.unchecked_flags()
+    unchecked = _unchecked_flags(line.config)
     ours = [*line.overlap_words(unchecked), *launch.ours]
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
@@ -286,3 +289,10 @@ def _balancing(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         yield ["--moe-aux-loss-coeff", *["0.1"] * len(kinds)], ""
     if args.moe_z_loss_coeff:
         yield ["--moe-z-loss-coeff", "0.01"], ""
+
+
+def _unchecked_flags(config: LancetConfig) -> dict[str, str]:
+    """Flags that a check on a few CPU ranks leaves out, by name, with the part of the run that is not checked."""
+    kinds = (LancetConfig, DryRunConfig, *config.settings)
+    flags = [(name, its) for kind in kinds for name, _, its in flags_of(kind)]
+    return {name: its.unchecked for name, its in flags if its.unchecked is not None}

@@ -15,11 +15,14 @@ from packaging.version import Version
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.environment import needed_variables
+from megatron_lancet.lab.estimate.devices import GPUS
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
 from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
+_BYTES_PER_GB = 1e9
 _CAPABILITY = (9, 0)
 """Hopper, the GPU for which most public MoE scripts are written."""
+_MEMORY_BYTES = GPUS["h100"].memory_bytes
 _TRANSFORMER_ENGINE = Version("2.14.0")
 """New enough for every flag of Megatron-Core 0.19."""
 
@@ -29,11 +32,26 @@ def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def assumptions() -> list[str]:
-    """Properties of the cluster that are assumed, because this machine lacks them."""
+def gpu_memory_bytes(given_gb: float | None) -> float:
+    """Memory of a GPU of the cluster: the given one, else that of this machine's GPU, else the assumed one's."""
+    if given_gb is not None:
+        return given_gb * _BYTES_PER_GB
+    if torch.cuda.device_count() > 0:
+        return torch.cuda.get_device_properties(0).total_memory
+    return _MEMORY_BYTES
+
+
+def assumptions(gpu_memory_gb: float | None = None) -> list[str]:
+    """Properties of the cluster that are assumed, because this machine lacks them.
+
+    Args:
+        gpu_memory_gb: the memory of a GPU, where the user gives it.
+    """
     assumed = []
     if torch.cuda.device_count() == 0:
         assumed.append(f"compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]}")
+        if gpu_memory_gb is None:
+            assumed.append(f"{_MEMORY_BYTES / _BYTES_PER_GB:g} GB of memory")
     if not has_package("transformer_engine"):
         assumed.append(f"Transformer Engine {_TRANSFORMER_ENGINE}")
     return assumed

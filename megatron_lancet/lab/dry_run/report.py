@@ -31,6 +31,7 @@ class Findings:
         plan: lines that describe the plan.
         changes: a line for each setting of the script that the run changes.
         warnings: a line for each problem that the run itself may not have.
+        gpu_bytes: memory of a GPU; None for a run on CPUs.
     """
 
     args: argparse.Namespace
@@ -44,6 +45,14 @@ class Findings:
     plan: list[str]
     changes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    gpu_bytes: float | None = None
+
+    @property
+    def missing_bytes(self) -> float:
+        """Memory that the fullest rank needs beyond a GPU's; 0 if the run fits, or runs on CPUs."""
+        if self.gpu_bytes is None:
+            return 0.0
+        return max(0.0, max(memory.total for memory in self.memory) - self.gpu_bytes)
 
 
 def report(findings: Findings) -> str:
@@ -60,8 +69,22 @@ def report(findings: Findings) -> str:
     text = [f"Megatron-Lancet dry run: {findings.target}"]
     for title, lines in sections:
         text += [title, *(f"  {line}" for line in lines)] if lines else []
-    num_warnings = len(findings.warnings)
-    return "\n".join([*text, f"dry run passed, {num_warnings} warning{'s' * (num_warnings != 1)}"])
+    return "\n".join([*text, _verdict(findings)])
+
+
+def _verdict(findings: Findings) -> str:
+    number = len(findings.warnings)
+    warnings = f"{number} warning{'s' * (number != 1)}"
+    if findings.gpu_bytes is None:
+        return f"dry run passed, {warnings}"
+    needed = [memory.total for memory in findings.memory]
+    found = f"{max(needed) / _UNITS['GiB']:.2f} GiB of {findings.gpu_bytes / _UNITS['GiB']:.1f}"
+    if findings.missing_bytes == 0:
+        return f"dry run passed, {warnings}; memory: {found}"
+    return (
+        f"dry run: the arguments pass, but stage {needed.index(max(needed))} does not fit: it needs {found} "
+        f"(--gpu-memory-gb sets a GPU's), {warnings}"
+    )
 
 
 def always_pairs(plan: DescribedPlan) -> bool:

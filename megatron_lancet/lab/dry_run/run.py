@@ -16,7 +16,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.dry_run.cluster import assumptions, on_the_cluster
+from megatron_lancet.lab.dry_run.cluster import assumptions, gpu_memory_bytes, on_the_cluster
 from megatron_lancet.lab.dry_run.environment import missing_variables
 from megatron_lancet.lab.dry_run.layout import check_shares, choose_world, layout_of
 from megatron_lancet.lab.dry_run.memory import MemoryByWay, memory_of_stages
@@ -28,7 +28,7 @@ from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
-from megatron_lancet.training.input_files import missing_files
+from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
@@ -37,6 +37,9 @@ from megatron_lancet.training.platform.cpu import gpu_available
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
+
+DOES_NOT_FIT = 3
+"""Exit status of a dry run whose arguments are right, and whose estimated memory is more than a GPU has."""
 
 
 def examine() -> Findings:
@@ -66,7 +69,8 @@ def examine() -> Findings:
             layout = layout_of(args, _num_micro_batches(args))
     check_shares(args, layout)
     size = model_size(args, stages)
-    assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
+    memory_gb: float | None = args.lancet_gpu_memory_gb
+    assumed = f" (assumed: {', '.join(assumptions(memory_gb))})" if assumptions(memory_gb) else ""
     machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
     missing += [] if on_cpu else [*missing_packages(args), *missing_variables(args, config)]
     samples, positions = micro_batch_shape(args, config)
@@ -88,6 +92,7 @@ def examine() -> Findings:
         lines,
         changes,
         [*missing, *unknown_sizes(args), *(f"Megatron: {remark}" for remark in remarks)],
+        None if on_cpu else gpu_memory_bytes(memory_gb),
     )
 
 
@@ -95,6 +100,7 @@ def _validate(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     """Validates as ``arguments.validate``, but warns of missing files, and does not set Megatron's globals."""
     arguments.check_settings(args, config)
     missing = [*missing_files(args), *missing_inputs(args)]
+    check_datasets(args)
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)
         arguments.run_megatrons_checks(args, config)
@@ -156,8 +162,14 @@ def _num_micro_batches(args: argparse.Namespace) -> int:
 def run_dry() -> None:
     """Entry point: prints the report; if several ranks were started, the first one does.
 
+    Exits with :data:`DOES_NOT_FIT` if the run needs more memory than a GPU has.
+
     Raises:
         UsageError: the run would refuse its arguments.
     """
-    if int(os.environ.get("RANK", "0")) == 0:
-        say(report(examine()))
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    findings = examine()
+    say(report(findings))
+    if findings.missing_bytes > 0:
+        raise SystemExit(DOES_NOT_FIT)

@@ -1,4 +1,4 @@
-"""``lancet-estimate``: from the command line to a report."""
+"""``lancet estimate``: from the command line to a report."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.atomic import atomic_write
-from megatron_lancet.lab.check.launch import Launch, read_launch
 from megatron_lancet.lab.estimate.arguments import cluster_of
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.devices import Speeds, corners
@@ -14,6 +13,7 @@ from megatron_lancet.lab.estimate.estimate import estimates, rest_of_step
 from megatron_lancet.lab.estimate.model_profile import Run
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
+from megatron_lancet.lab.launch.launch import Launch, read_launch
 from megatron_lancet.lab.what_if.forecast import Routing
 
 _LOW_PRECISION = "matrix products count as bf16 products"

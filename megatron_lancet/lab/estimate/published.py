@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.lab.check.launch import Launch
 from megatron_lancet.lab.estimate.candidates import STOCK, Candidate
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.command import speeds_of
 from megatron_lancet.lab.estimate.estimate import Estimate, Estimator
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
+from megatron_lancet.lab.launch.launch import Launch
 from megatron_lancet.lab.what_if.forecast import Routing
 from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.dispatch import Dispatch

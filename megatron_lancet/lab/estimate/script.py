@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check.launch import Launch, as_dry_run
 from megatron_lancet.lab.dry_run.plan import saves_scores
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.lab.estimate.candidates import Allowed
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.model_profile import Run
+from megatron_lancet.lab.launch.launch import Launch, as_dry_run
 from megatron_lancet.lab.what_if.forecast import Routing
 from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import ChunkDim

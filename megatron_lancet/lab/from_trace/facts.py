@@ -28,8 +28,7 @@ def check_layout(rank: RankEvents) -> None:
             rank.path,
             f"{size} ranks in a group {_EXPERT_TP}, whose gathers of rows cannot be separated from the experts' "
             "compute",
-            "Record with --expert-tensor-parallel-size 1, or install the package and profile with "
-            "tools/profile_model.py",
+            "Record with --expert-tensor-parallel-size 1, or install the package and profile with lancet plan profile",
         )
 
 

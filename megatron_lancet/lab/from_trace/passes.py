@@ -167,7 +167,7 @@ def _check_no_more_predictions(rank: RankEvents, forwards: Sequence[Sequence[Eve
             raise TraceLacks(
                 rank.path,
                 f"an {EMBEDDING} behind the first layer, as multi-token predictions have",
-                "Record without --mtp-num-layers, or install the package and profile with tools/profile_model.py",
+                "Record without --mtp-num-layers, or install the package and profile with lancet plan profile",
             )
 
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         choices=tuple(GPUS),
-        help="takes the next two from the middle of lancet-estimate's ranges (default: an H100, as below)",
+        help="takes the next two from the middle of lancet estimate's ranges (default: an H100, as below)",
     )
     for name, what, value in (
         ("--tflops", "1e12 FLOP per second of matrix products", default.flops_per_s / 1e12),

@@ -3,12 +3,14 @@
 import argparse
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.launch.launch import Launch
 from megatron_lancet.lab.modelled_step.figures import Depth, Variant
 from megatron_lancet.lab.modelled_step.recording import record
 from megatron_lancet.lab.modelled_step.settings import ModelledRun, modelled_run
@@ -23,17 +25,20 @@ _PAIRED_STEP = 4
 """Micro-batches of the longer step in pairs: two of them, and one less in the shorter step, have two partners."""
 
 
-def modelled(own: argparse.Namespace, flags: Sequence[str]) -> str:
+def modelled(own: argparse.Namespace, launch: Launch) -> str:
     """Runs the command; returns its output.
 
     Args:
         own: the flags of ``arguments.add_arguments``, checked.
-        flags: arguments of the launch command.
+        launch: the training.
 
     Raises:
         UsageError: a flag is refused, or something in the model can't be modelled.
     """
-    sys.argv[1:] = flags
+    sys.argv[1:] = launch.words
+    launch.set_environment()
+    if launch.num_ranks is not None:
+        os.environ["WORLD_SIZE"] = str(launch.num_ranks)
     torch.set_num_threads(1)
     with cpu_platform(), contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         run = modelled_run()

@@ -1,4 +1,4 @@
-"""``lancet-check`` as a shell sees it, and what it takes from launch scripts."""
+"""``lancet check`` as a shell sees it, and what it takes from launch scripts."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check.launch import launch_of_script, read_launch
+from megatron_lancet.lab.launch.launch import launch_of_script, read_launch
 from tests.ranks import launch
 
 TOOL = launch.REPO / "tools" / "check.py"
@@ -109,19 +109,6 @@ def test_command_checks_a_script_and_writes_json(tmp_path):
     assert result.output.splitlines()[-1].startswith("equal: 3 runs in ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ours"]["differs"] is False
-
-
-@pytest.mark.distributed
-def test_command_runs_a_script_dry(tmp_path):
-    script = tmp_path / "train.sh"
-    flags = f"{FLAGS} --micro-batch-size 1 --lr 1e-3 --train-iters 9 --eval-interval 9 --mock-data --vocab-size 99"
-    flags += " --tokenizer-type NullTokenizer"
-    script.write_text(
-        f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {flags} --tokenizer-type NullTokenizer\n"
-    )
-    result = start(["--dry-run", script], tmp_path)
-    assert result.returncode == 0, result.output
-    assert "32 ranks (--lancet-world-size)" in result.output
 
 
 @pytest.mark.distributed

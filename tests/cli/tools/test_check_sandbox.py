@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check import launch as launches
-from megatron_lancet.lab.check.isolated.script import NotIsolatedError
-from megatron_lancet.lab.check.launch import launch_of_script
+from megatron_lancet.lab.launch import launch as launches
+from megatron_lancet.lab.launch.isolated.script import NotIsolatedError
+from megatron_lancet.lab.launch.launch import launch_of_script
 
 LAUNCH = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2"
 KINDS = ("tmp", "home", "current", "shm", "mounted")

@@ -1,4 +1,4 @@
-"""``lancet-estimate`` as a shell sees it: a launch script of the examples, its figures, refusals."""
+"""``lancet estimate`` as a shell sees it: a launch script of the examples, its figures, refusals."""
 
 import json
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.lab.modelled_step import command
 from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
 from megatron_lancet.lab.modelled_step.recording import record
@@ -33,7 +34,7 @@ def modelled(monkeypatch):
         add_arguments(parser)
         own, others = parser.parse_known_args([*DEVICE, *MODEL, *flags])
         check_arguments(own)
-        return command.modelled(own, others)
+        return command.modelled(own, read_launch(others))
 
     return run
 

@@ -250,7 +250,7 @@ DAMAGED = [
     ),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
     ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),
-    ("explain_plan", ["{profile}"], "this is a profile; tools/make_plan.py"),
+    ("explain_plan", ["{profile}"], "this is a profile; lancet plan make"),
     ("explain_plan", ["{foreign}", "--profile", "{profile}"], "another model .*: num_layers is 2 in the plan file, 4"),
     ("simulate_plan", ["{profile}", "{half}"], "no usable plan: .*half.json"),
     ("simulate_plan", ["{profile}", "{deep}"], "does not fit a model of 4 layers: its last segment is layers 1-40"),

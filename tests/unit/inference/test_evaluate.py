@@ -1,4 +1,4 @@
-"""What tools/evaluate.py says of a training that kept documents apart."""
+"""What lancet evaluate says of a training that kept documents apart."""
 
 import argparse
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check.launch import Launch, as_dry_run
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.lab.estimate import published
 from megatron_lancet.lab.estimate.candidates import STOCK, stock
@@ -20,6 +19,7 @@ from megatron_lancet.lab.estimate.devices import GPUS, corners
 from megatron_lancet.lab.estimate.estimate import Corner, Estimate, Estimator, bubble_of, rest_of_step
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
+from megatron_lancet.lab.launch.launch import Launch, as_dry_run
 from megatron_lancet.lab.what_if.forecast import Routing
 
 LISTS = Path(__file__).parents[3] / "launch_args"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check.isolated.script import NotIsolatedError, Started, run_script
-from megatron_lancet.lab.check.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
+from megatron_lancet.lab.launch.isolated.script import NotIsolatedError, Started, run_script
+from megatron_lancet.lab.launch.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
 from megatron_lancet.patching import replaced
 
 TRUST_FLAG = "--trust-script"
@@ -32,6 +32,9 @@ _OF_A_CLUSTER = {
 """Variables that schedulers set and scripts read, where they are not set here."""
 
 
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @dataclass(frozen=True)
 class Launch:
     """A training run, as a script would start it.
@@ -45,6 +48,10 @@ class Launch:
     words: list[str]
     num_ranks: int | None
     environment: Mapping[str, str]
+
+    def set_environment(self) -> None:
+        """Sets the variables of the script in this process, but not those by which a launcher numbers ranks."""
+        os.environ.update({name: value for name, value in self.environment.items() if name not in _OF_RANKS})
 
 
 def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:

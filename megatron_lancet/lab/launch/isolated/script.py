@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.check.isolated import sandbox
-from megatron_lancet.lab.check.isolated.stand_ins import RECORD, write_stand_ins
+from megatron_lancet.lab.launch.isolated import sandbox
+from megatron_lancet.lab.launch.isolated.stand_ins import RECORD, write_stand_ins
 
 LIMIT_S = 60.0
 _NO_CLOBBER = {"SHELLOPTS": "noclobber"}

@@ -1,0 +1,1 @@
+"""What a launch script would start: its command line, ranks and environment, without starting it."""
