@@ -1,7 +1,7 @@
 """The trainings that are compared, and what they are compared with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lancet.errors import UsageError
 
@@ -59,6 +59,7 @@ VARIANTS = {
         Variant(MEGATRON_DELAYED, (*_OVERLAP, "--delay-wgrad-compute"), "with its delayed dW", ("--threads",)),
     )
 }
+FIXED = tuple(name for name in VARIANTS if name not in (USERS, SAME, AUTO, KEPT, MEGATRON, MEGATRON_DELAYED))
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Case:
         te: Transformer Engine's layers in bf16, in place of local ones in fp32.
         kept: whether ``auto`` also runs with a kept profile.
         flags: further flags of Megatron.
+        only: fixed plans that run; all variants that the case has, if empty.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Case:
     te: bool = False
     kept: bool = False
     flags: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @property
     def described(self) -> str:
@@ -104,7 +107,19 @@ class Case:
             names += ["k2-seq-dedup", "pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else ["k2", "pairs-k2-seq"]
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
-        return [VARIANTS[name] for name in names]
+        return [VARIANTS[name] for name in names if not self.only or name in (SAME, USERS, AUTO, *self.only)]
+
+    def with_plans(self, names: Sequence[str]) -> "Case":
+        """The case with some of its fixed plans; with all of them, if none is named.
+
+        Raises:
+            UsageError: the case has no such plan.
+        """
+        have = [variant.name for variant in self.variants if variant.name in FIXED]
+        unknown = [name for name in names if name not in have]
+        if unknown:
+            raise UsageError(f"{self.name} has no {', '.join(unknown)}. Expected: {', '.join(have)}.")
+        return replace(self, only=tuple(names))
 
     def flags_of(self, variant: Variant) -> list[str]:
         """Flags by which a variant runs this case."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.auto.cases import AUTO, KEPT, MEGATRON, MEGATRON_DELAYED, SAME, USERS, VARIANTS
+from benchmarks.auto.cases import AUTO, FIXED, SAME, VARIANTS
 from benchmarks.harness.samples import Spread, spread
 from benchmarks.harness.tables import aligned, markdown
 
@@ -78,7 +78,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         )
         for name, record in records.items()
     }
-    fixed = [name for name in records if name not in (SAME, USERS, AUTO, KEPT, MEGATRON, MEGATRON_DELAYED)]
+    fixed = [name for name in records if name in FIXED]
     best = min(fixed, key=lambda name: variants[name].step_ms)
     tuning_ms = auto["tuning_ms"]
     auto_ms = sum(tuning_ms) + (TRAINING_STEPS - len(tuning_ms)) * variants[AUTO].step_ms

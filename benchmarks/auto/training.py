@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.auto.cases import AUTO, KEPT, Case, Variant
 from benchmarks.demo.folder import REPOSITORY, Folder
 from benchmarks.demo.job import Job
@@ -23,6 +25,8 @@ TURN_STEPS = 3
 _RATE_TURNS = 4
 """Turns of the reference in which the link gets its rate."""
 MAX_TUNING_STEPS = 240
+_LEFT_BYTES = 5e9
+"""What the next variant's first steps may take."""
 SAMPLES_PER_RANK = 4
 _NUM_STEPS = 10_000
 """More than are run: the ranks end when their parent ends them."""
@@ -151,6 +155,7 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             running.append(start(variant))
             running[-1].job.wait_until_ready()
         for one in running[1:]:
+            _check_memory(len(running))
             say(f"      {one.variant.name}: first steps")
             one.settle()
         for number in range(num_turns):
@@ -167,6 +172,20 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},
         }
+
+
+def _check_memory(num_variants: int) -> None:
+    """Refuses to go on where memory is nearly full: Linux then drops the programs' own pages, and a step takes minutes.
+
+    Raises:
+        UsageError: less than :data:`_LEFT_BYTES` is left.
+    """
+    left = psutil.virtual_memory().available
+    if left < _LEFT_BYTES:
+        raise UsageError(
+            f"the trainings of {num_variants} variants fill the memory of this machine: {left / 1e9:.1f} GB are left, "
+            f"and {_LEFT_BYTES / 1e9:.0f} GB are needed. Choose some of the variants by --variants."
+        )
 
 
 def set_rate(reference: Running, share: float, link: Link) -> float:
