@@ -1,4 +1,4 @@
-# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-gpu | check-gpu | lint | wheel: each sets
+# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-bridge | test-gpu | check-gpu | lint | wheel: each sets
 # up everything it needs in .venv first, once; later calls start at once and work offline. PYTHON=/path/to/python picks
 # the interpreter, VENV=folder the environment.
 
@@ -31,7 +31,7 @@ TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/u
 	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
-.PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-auto bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-torch test-bridge test-gpu check-gpu lint wheel bench-network bench-auto bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -43,6 +43,7 @@ help:
 	@echo "                    inputs, with new draws and ten times as many: it prints the SEED, SEED=number repeats a run"
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
+	@echo "make test-bridge     training in Megatron-Bridge's own loop, stock and ours; Bridge has an environment of its own"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"
 	@echo "                 network and make: python3 tools/check_gpu.py (docs/gpus.md)"
@@ -81,6 +82,15 @@ test-torch-%: $(TORCH_ENV)%/.installed
 	@echo "torch $*"
 	@TORCH_EXTENSIONS_DIR="$(abspath $(TORCH_ENV)$*)/extensions" $(TORCH_ENV)$*/bin/python -m pytest -n 2 --dist loadfile \
 		--no-loadscope-reorder -m "not slow and not nightly" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
+
+# Megatron-Bridge lies beside the environment: its newest versions of common packages are not the pinned ones.
+test-bridge: $(VENV)/bridge/.installed
+	@PYTHONPATH="$(abspath $(VENV))/bridge" $(BIN)/python -m pytest tests/bridge $(PYTEST_ARGS)
+
+$(VENV)/bridge/.installed: $(STAMP) requirements-bridge.txt
+	@rm -rf $(VENV)/bridge
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/bridge -r requirements-bridge.txt
+	@touch $@
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu

@@ -10,6 +10,7 @@ import pytest
 
 ALLOWED = {
     r"needs a CUDA device": "CI machines have none; run make test-gpu on one that has",
+    r"needs Megatron-Bridge": "make test-bridge runs these, in an environment of its own; .ci/run calls it",
     r"make test runs": "a test of tests/gpu that runs on a device, or on the virtual GPU where none is seen",
     r"no Chromium": "CI installs it from the distribution, whose servers may not answer",
     r"can't make the test network": "a container may be started without the right to make network namespaces",

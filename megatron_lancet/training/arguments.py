@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
@@ -121,6 +121,11 @@ def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetC
     if not is_dry_run:
         _check_plan_file(config)
     return args, config
+
+
+def default_arguments() -> argparse.Namespace:
+    """Megatron's arguments without a command line."""
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
 
 
 def with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:

@@ -1,7 +1,8 @@
 """A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan
+
+type AroundSteps = Callable[[Sequence[StepHook]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -191,14 +194,18 @@ class OverlappedRun(Run):
             self.traced = TracedSteps(self.setup, self.recorder, device, self.is_settled)
         self._start_features()
 
-    def enter(self, stack: ExitStack) -> None:
-        """Change Megatron for the length of ``stack``."""
+    def enter(self, stack: ExitStack, around_steps: AroundSteps = patches.train_step_hooks) -> None:
+        """Change Megatron for the length of ``stack``.
+
+        Args:
+            around_steps: puts hooks around each training step.
+        """
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(position_class().steps(lambda: self.setup.stages))
         self.steering.enter(stack)
         for feature in self._features:
             feature.enter(stack)
-        stack.enter_context(patches.train_step_hooks(self._step_hooks()))
+        stack.enter_context(around_steps(self._step_hooks()))
 
     def _step_hooks(self) -> list[StepHook]:
         """The hooks around each training step, the outermost first.

@@ -43,6 +43,7 @@ ALLOWED = {
     },
     "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training", "checkpoint"},
     "testkit": {"registry", "schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
+    "library": {"config", "model", "registry", "training"},
     "lab": {
         "schedule",
         "planning",
@@ -93,7 +94,7 @@ def part_of(path: Path) -> str:
 def test_imports_of_packages_point_one_way(path):
     part = part_of(path)
     if part == "__init__":
-        assert imports_of(path) == set()
+        assert imports_of(path) <= {"importlib"}
         return
     used = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_lancet.")}
     assert used <= {part} | ALLOWED[part] | LEAVES

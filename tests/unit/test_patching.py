@@ -15,6 +15,7 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
+    "cli": ("sys",),  # the name and the command line of a tool
     "features/checkpoints": (
         "megatron.core.dist_checkpointing",
         "megatron.core.optimizer.distrib_optimizer",
@@ -23,7 +24,8 @@ OWNERS = {
     "features/comm_priority": ("megatron.core.distributed", "torch.distributed"),  # DDP's reductions
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
-    "lab/check": ("sys",),  # the command line that Megatron's parser reads
+    "lab/check": ("sys",),  # the same
+    "lab/launch": ("sys",),  # the command line that Megatron's parser reads
     "lab/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
     "testkit/mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
     "testkit/virtual_gpu": ("torch", "megatron_lancet.runtime", "megatron_lancet.testkit.mock"),  # a GPU, likewise

@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 from megatron.core.datasets.utils import Split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
@@ -26,7 +27,7 @@ from megatron.training import training
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
@@ -207,12 +208,58 @@ def training_loop_hooks(
     return around(training, "train", train)
 
 
-def late_weight_grads() -> AbstractContextManager[None]:
-    """Makes DDP expect weight gradients after autograd is done, in runs whose DDP settings are made by Megatron."""
+@contextmanager
+def schedule_hooks(is_trained: Callable[[Any], bool], hooks: Sequence[StepHook]) -> Iterator[None]:
+    """Runs each step of a program with a loop of its own inside ``hooks``: a call of one of Megatron's schedules.
+
+    Args:
+        is_trained: whether a model, or a list of stages, is the one whose steps count. Passes with ``forward_only`` do
+            not count either.
+        hooks: as for :func:`train_step_hooks`.
+    """
+
+    def run(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        step = functools.partial(stock, *args, **kwargs)
+        if kwargs.get("forward_only", False) or not is_trained(kwargs["model"]):
+            return step()
+        for hook in reversed(hooks):
+            step = functools.partial(hook, step)
+        return step()
+
+    with (
+        around(schedules, "forward_backward_no_pipelining", run),
+        around(schedules, "forward_backward_pipelining_without_interleaving", run),
+        around(schedules, "forward_backward_pipelining_with_interleaving", run),
+    ):
+        yield
+
+
+def micro_batch_calculator(calculator: Any) -> AbstractContextManager[None]:
+    """Gives Megatron a calculator of the number of micro-batches, where the program has set up none."""
+    return replaced(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+
+
+def before_ddp(take: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
+    """Calls ``take`` with each module that DDP is about to wrap, and DDP's configuration."""
     signature = inspect.signature(DistributedDataParallel.__init__)
 
     def init(stock: Any, *args: Any, **kwargs: Any) -> None:
-        signature.bind(*args, **kwargs).arguments["ddp_config"].delay_wgrad_compute = True
+        given = signature.bind(*args, **kwargs).arguments
+        take(given["module"], given["ddp_config"])
         stock(*args, **kwargs)
 
     return around(DistributedDataParallel, "__init__", init)
+
+
+def late_weight_grads(is_prepared: Callable[[Any], bool] = lambda module: True) -> AbstractContextManager[None]:
+    """Makes DDP expect weight gradients after autograd is done, in runs whose DDP settings are not ours.
+
+    Args:
+        is_prepared: whether a module that DDP wraps is one whose linear layers defer them.
+    """
+
+    def take(module: Any, ddp_config: Any) -> None:
+        if is_prepared(module):
+            ddp_config.delay_wgrad_compute = True
+
+    return before_ddp(take)

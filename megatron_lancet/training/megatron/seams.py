@@ -112,7 +112,7 @@ _MODEL: tuple[Seam, ...] = (
 )
 
 _TRAINING: tuple[Seam, ...] = (
-    (DistributedDataParallel, "__init__", ("ddp_config",)),
+    (DistributedDataParallel, "__init__", ("ddp_config", "module")),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
@@ -161,6 +161,9 @@ _SCHEDULES: tuple[Seam, ...] = (
         ),
     ),
     (schedules, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config")),
+    (schedules, "forward_backward_no_pipelining", ("model", "forward_only")),
+    (schedules, "forward_backward_pipelining_without_interleaving", ("model", "forward_only")),
+    (schedules, "forward_backward_pipelining_with_interleaving", ("model", "forward_only")),
 )
 
 _ON_CPU: tuple[Seam, ...] = (

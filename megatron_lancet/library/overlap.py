@@ -1,0 +1,218 @@
+"""The overlap as a hook for any program that builds a Megatron-Core model and trains it with Megatron's schedules."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from megatron.core import num_microbatches_calculator
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.library.models import has_experts, language_model_of
+from megatron_lancet.library.run_arguments import StepShape, run_arguments
+from megatron_lancet.registry import features
+from megatron_lancet.training.arguments import config_from_words
+from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.megatron.versions import check_versions
+from megatron_lancet.training.process.console import say
+from megatron_lancet.training.run import OverlappedRun, choose_run
+
+
+class Overlap:
+    """Makes a model run by a plan: a hook that takes the pipeline stages of a rank between building and DDP.
+
+    ::
+
+        overlap = megatron_lancet.Overlap(ddp_config, micro_batch_size=1, seq_length=4096, num_micro_batches=8)
+        stages = overlap(stages)              # after weights are loaded, before Float16Module and DDP
+        with overlap:                         # at its end: the report; Megatron is as before
+            ...                               # the training, by get_forward_backward_func()
+
+    A builder with pre-wrap hooks, such as Megatron-Bridge's, takes the object as a hook. It changes modules in place:
+    parameters and their names stay. A *step* is a call of the function that ``get_forward_backward_func`` returns, with
+    a model that has been hooked and without ``forward_only``. Other models, and passes with ``forward_only``, stay
+    stock's. All ranks call the hook and run the same steps.
+
+    Attributes:
+        line: the plan and its source, or why there is none; empty before the hook was called.
+    """
+
+    def __init__(
+        self,
+        ddp_config: Any = None,
+        *,
+        micro_batch_size: int,
+        seq_length: int,
+        num_micro_batches: int | None = None,
+        num_steps: int | None = None,
+        timeout_minutes: int = 10,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            ddp_config: the ``DistributedDataParallelConfig`` of the model's DDP; :meth:`install` needs none.
+            micro_batch_size: samples of a micro-batch.
+            seq_length: tokens of a sample.
+            num_micro_batches: micro-batches of a step on this rank. None: as Megatron's calculator has it, where the
+                launcher has set that up.
+            num_steps: steps of the training. With fewer steps than tuning takes, the plan is fixed. None: not known.
+            timeout_minutes: longest wait for a message of another rank.
+            settings: values of ``--lancet-*`` flags by their names with underscores, such as ``plan="off"``,
+                ``num_chunks=2`` or ``pairing="on"``; ``--lancet-help`` lists them.
+
+        Raises:
+            UsageError: a setting is unknown or wrong, or the installed Megatron is of another version.
+        """
+        check_versions()
+        check_seams()
+        self.line = ""
+        self._config = _config_of(settings)
+        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps)
+        self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
+        self._stack = ExitStack()
+        self._run: OverlappedRun | None = None
+        self._is_hooked = False
+
+    def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Prepares the unwrapped pipeline stages of this rank, in place. Collective over all ranks.
+
+        A stage may hold its language model, as vision-language models do.
+
+        Returns:
+            The same stages.
+
+        Raises:
+            UsageError: the model or a setting does not allow what was asked for, or ranks disagree.
+        """
+        if self._is_hooked:
+            raise UsageError("this Overlap has prepared a model already: make one object for each model.")
+        if self._ddp_config is None:
+            raise UsageError("expected the DDP configuration of the model, Overlap(ddp_config, ...), found none.")
+        self._is_hooked = True
+        models = [language_model_of(stage) for stage in stages]
+        shape = self._known_shape()
+        args = run_arguments(models, self._ddp_config, shape, self._timeout_minutes)
+        device = next(models[0].parameters()).device
+        choice = choose_run(args, self._config, device)
+        self.line = choice.line
+        say(f"Megatron-Lancet plan: {choice.line}")
+        if choice.plan is None:
+            return stages
+        run = self._run = OverlappedRun(choice, choice.plan, device)
+        run.enter(self._stack, lambda hooks: patches.schedule_hooks(self._is_ours, [self._counted, *hooks]))
+        if run.setup.delays_weight_grads:
+            self._stack.enter_context(patches.late_weight_grads(self._is_ours))
+        run.setup(models)
+        return stages
+
+    def install(self) -> Self:
+        """For launchers without a hook: prepares the first model with experts that Megatron's DDP wraps.
+
+        Raises:
+            UsageError: as :meth:`__call__`, when DDP wraps the model; also for a model of virtual stages, which DDP
+                wraps one by one.
+        """
+        self._stack.enter_context(patches.before_ddp(self._take_from_ddp))
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._stack.close()
+
+    def close(self) -> None:
+        """Prints the report, and leaves Megatron as it was; the model keeps its plan. Collective over all ranks."""
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.report()
+        finally:
+            self._stack.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Returns the object itself: Megatron copies configurations, which may hold their hooks."""
+        return self
+
+    @property
+    def plan_text(self) -> str:
+        """The plan of the last step; ``off`` for stock modules."""
+        return str(self._run.setup.plan) if self._run is not None else "off"
+
+    @property
+    def num_steps_done(self) -> int:
+        """Steps so far."""
+        return self._run.recorder.num_done if self._run is not None else 0
+
+    @property
+    def position(self) -> str:
+        """The collective that this rank has reached, for error messages."""
+        return self._run.setup.position if self._run is not None else "in Megatron's own model"
+
+    def _known_shape(self) -> StepShape:
+        """Returns the shape of a step with its number of micro-batches; Megatron's calculator has it from now on."""
+        has_calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None
+        if self._shape.num_micro_batches is None:
+            if not has_calculator:
+                raise UsageError(
+                    "expected num_micro_batches, found none: this launcher has not set up Megatron's calculator of "
+                    "micro-batches. Pass Overlap(..., num_micro_batches=N)."
+                )
+            return self._shape.with_micro_batches(num_microbatches_calculator.get_num_microbatches())
+        if not has_calculator:
+            calculator = self._shape.calculator()
+            self._stack.enter_context(patches.micro_batch_calculator(calculator))
+        return self._shape
+
+    def _take_from_ddp(self, module: torch.nn.Module, ddp_config: Any) -> None:
+        if self._is_hooked or not has_experts(module):
+            return
+        config = language_model_of(module).config
+        if config.virtual_pipeline_model_parallel_size is not None:
+            raise UsageError(
+                "Overlap.install does not work with virtual pipeline stages, which DDP wraps one by one. Call the "
+                "object with all stages before DDP wraps them."
+            )
+        self._ddp_config = ddp_config
+        self([module])
+        if self._run is not None and self._run.setup.delays_weight_grads:
+            ddp_config.delay_wgrad_compute = True
+
+    def _is_ours(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+        """Whether a model, wrapped or not, holds a stage that was prepared."""
+        if self._run is None:
+            return False
+        ours = {id(stage) for stage in self._run.setup.stages}
+        models = [model] if isinstance(model, torch.nn.Module) else model
+        return any(id(module) in ours for one in models for module in one.modules())
+
+    def _counted(self, step: Callable[[], Any]) -> Any:
+        """Counts the steps, as Megatron's loop does in its arguments."""
+        assert self._run is not None
+        result = step()
+        self._run.facts.args.curr_iteration += 1
+        return result
+
+
+def _config_of(settings: dict[str, object]) -> LancetConfig:
+    """Reads settings as their flags are read.
+
+    Raises:
+        UsageError: one is unknown or wrong, or needs Megatron's own training loop.
+    """
+    words = []
+    for name, value in settings.items():
+        flag = f"--lancet-{name.replace('_', '-')}"
+        words += [flag] if value is True else [] if value is False else [flag, shlex.quote(str(value))]
+    config = config_from_words(shlex.split(" ".join(words)), features())
+    for flag, entry, its, value in config.entries():
+        if its.not_with_spec and value != entry.default:
+            raise UsageError(f"{flag} needs pretrain_gpt_moe.py{its.not_with_spec}")
+    return config

@@ -1,0 +1,110 @@
+"""From a model's own configuration to the settings that a run reads, which a Megatron script has as arguments."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+
+from megatron_lancet.training.arguments import default_arguments
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
+
+_NO_END = 1 << 40
+"""Steps of a training whose length is not known."""
+_RENAMED = {"num_experts": "num_moe_experts"}
+"""Arguments that are fields of Megatron's configuration by another name."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a rank trains on in a step.
+
+    Attributes:
+        micro_batch_size: samples of a micro-batch.
+        seq_length: tokens of a sample, before context parallelism cuts it.
+        num_micro_batches: micro-batches of a step; None if Megatron's calculator has their number.
+        num_steps: steps of the training; None if that is not known.
+    """
+
+    micro_batch_size: int
+    seq_length: int
+    num_micro_batches: int | None
+    num_steps: int | None = None
+
+    def with_micro_batches(self, number: int) -> "StepShape":
+        """Returns the shape with this number of micro-batches."""
+        return replace(self, num_micro_batches=number)
+
+    def calculator(self) -> ConstantNumMicroBatchesCalculator:
+        """Megatron's object that knows the number of micro-batches."""
+        assert self.num_micro_batches is not None
+        num_ranks = parallel_state.get_data_parallel_world_size()
+        return ConstantNumMicroBatchesCalculator(
+            self.micro_batch_size * num_ranks * self.num_micro_batches,
+            self.micro_batch_size,
+            num_ranks,
+            decrease_batch_size_if_needed=False,
+            rank=dist.get_rank(),
+        )
+
+
+def run_arguments(
+    stages: Sequence[torch.nn.Module], ddp_config: Any, shape: StepShape, timeout_minutes: int
+) -> argparse.Namespace:
+    """Returns Megatron's arguments for a model that was built without them.
+
+    All that the model's configuration and DDP's have is taken from there; the rest are Megatron's defaults.
+
+    Args:
+        stages: this rank's pipeline stages, unwrapped.
+        ddp_config: Megatron's ``DistributedDataParallelConfig``.
+    """
+    model: Any = stages[0]
+    config = model.config
+    args = default_arguments()
+    values = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    values |= {name: values[field] for name, field in _RENAMED.items()}
+    on_ddp = {entry.name: getattr(ddp_config, entry.name) for entry in dataclasses.fields(ddp_config)}
+    renamed = {"bucket_size": "ddp_bucket_size", "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32"}
+    on_ddp |= {name: on_ddp[field] for field, name in renamed.items()}
+    for name, value in {**on_ddp, **values, **_of_run(model, shape, timeout_minutes)}.items():
+        setattr(args, name, value)
+    return args
+
+
+def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any]:
+    assert shape.num_micro_batches is not None
+    data_ranks = parallel_state.get_data_parallel_world_size()
+    is_cuda = next(model.parameters()).device.type == "cuda"
+    return {
+        "world_size": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "data_parallel_size": data_ranks,
+        "micro_batch_size": shape.micro_batch_size,
+        "seq_length": shape.seq_length,
+        "global_batch_size": shape.micro_batch_size * data_ranks * shape.num_micro_batches,
+        "train_iters": _NO_END if shape.num_steps is None else shape.num_steps,
+        "curr_iteration": 0,
+        "distributed_timeout_minutes": timeout_minutes,
+        "distributed_backend": "nccl" if is_cuda else "gloo",
+        "transformer_impl": TRANSFORMER_ENGINE if _has_te_layers(model) else "local",
+        "untie_embeddings_and_output_weights": not getattr(model, "share_embeddings_and_output_weights", False),
+        "position_embedding_type": getattr(model, "position_embedding_type", "rope"),
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+        "spec": None,
+    }
+
+
+def _has_te_layers(model: torch.nn.Module) -> bool:
+    """Whether linear layers are Transformer Engine's."""
+    if not HAVE_TE:
+        return False
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    return any(isinstance(module, TELinear) for module in model.modules())
