@@ -6,12 +6,13 @@ from pathlib import Path
 from megatron_lancet.lab.launch.isolated.script import Outcome
 
 _HINTS = (
+    (r"\\r|\r", r"The file has line ends of Windows: sed -i 's/\\r$//' removes them."),
     (r"(\w+): unbound variable", r"Set it, as your cluster does: \1=VALUE lancet ..."),
     (r"(?:^|\s)--?[\w-]+: command not found", r"The line before it lacks a \\ at its end."),
     (r"(\S+): command not found", r"\1 is not on this machine. Pass Megatron's flags instead."),
     (r"cannot overwrite existing file", "Without isolation a script may not overwrite files. Move the file away."),
     (r"Read-only file system", "Let the script write to the current folder, $HOME or $TMPDIR."),
-    (r"No such file or directory", "It is not on this machine. Pass Megatron's flags instead."),
+    (r"(\S+): No such file or directory", r"\1 is not on this machine. Pass Megatron's flags instead."),
     (r"syntax error|unexpected", "Bash can't read the script: bash -n shows where."),
 )
 _EXPECTED = (

@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.isolated import slurm
 from megatron_lancet.lab.launch.isolated.grammars import DEEPSPEED, TORCHRUN
+from megatron_lancet.lab.launch.isolated.launchers import Launcher
 from megatron_lancet.lab.launch.isolated.options import Options, split
 from megatron_lancet.lab.launch.isolated.script import Started
 from megatron_lancet.lab.launch.isolated.slurm import Fact, joined, leading
@@ -77,24 +77,22 @@ def ranks_of(started: Started, program: Program, script: str) -> Fact | None:
         UsageError: a size of the launcher is no number.
     """
     environment = started.environment
-    step = next((one for one in reversed(started.launched_by) if one.get("tasks")), None)
+    step = next((one for one in reversed(started.launched_by) if one.tasks), None)
     if program.launcher == "torchrun":
         return _torchrun(program.options, environment, step, script)
     if program.launcher == "deepspeed":
-        return _deepspeed(program.options, environment, next(iter(started.launched_by[::-1]), {}))
+        return _deepspeed(program.options, environment, next(reversed(started.launched_by), Launcher("")))
     size = leading(environment.get("WORLD_SIZE", ""))
-    if step is not None and (step["given"] or size is None):
-        other = f"; WORLD_SIZE={size} differs" if size not in (None, step["tasks"]) else ""
-        return Fact(int(step["tasks"]), f"{step['source']}{other}")
+    if step is not None and step.tasks is not None and (step.is_given or size is None):
+        other = f"; WORLD_SIZE={size} differs" if size not in (None, step.tasks) else ""
+        return Fact(step.tasks, f"{step.source}{other}")
     if size is not None:
         return Fact(size, f"WORLD_SIZE={size}")
     tasks = slurm.read_facts(environment).get(slurm.TASKS)
     return tasks if tasks is not None and tasks.is_given else None
 
 
-def _torchrun(
-    options: Mapping[str, str], environment: Mapping[str, str], step: Mapping[str, Any] | None, script: str
-) -> Fact:
+def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: Launcher | None, script: str) -> Fact:
     text = options.get("nproc-per-node", environment.get("PET_NPROC_PER_NODE", "1"))
     of_node = (
         _gpus(environment) if text in _ALL_GPUS else Fact(_size("nproc-per-node", text), f"--nproc-per-node {text}")
@@ -103,9 +101,9 @@ def _torchrun(
     own = f"torchrun --nproc-per-node {text}" + (f" ({source})" if source else "")
     asked = options.get("nnodes", environment.get("PET_NNODES"))
     if asked is None or "standalone" in options:
-        is_alone = step is None or "standalone" in options
-        nodes = Fact(1, "") if is_alone or step is None else Fact(int(step["nodes"]), str(step["nodes_from"]))
-        return Fact(nodes.value * of_node.value, joined(nodes.source, own) if nodes.source else own)
+        if step is None or step.nodes is None or "standalone" in options:
+            return Fact(of_node.value, own)
+        return Fact(step.nodes * of_node.value, joined(step.nodes_from, own))
     num_nodes = _size("nnodes", asked.rpartition(":")[2])
     job = slurm.read_facts(environment).get(slurm.NODES)
     is_literal = re.search(rf"--nnodes[= ]\s*[\"']?{re.escape(asked)}\b", script) is not None
@@ -118,9 +116,9 @@ def _reads_nodes(script: str) -> bool:
     return any(name in script for name in (slurm.NODES, "SLURM_JOB_NUM_NODES", "NODELIST"))
 
 
-def _deepspeed(options: Mapping[str, str], environment: Mapping[str, str], hosts: Mapping[str, Any]) -> Fact:
+def _deepspeed(options: Mapping[str, str], environment: Mapping[str, str], launcher: Launcher) -> Fact:
     said = [f"--{name.replace('-', '_')} {options[name]}" for name in ("num-nodes", "num-gpus") if name in options]
-    num_hosts, slots = int(hosts.get("hosts") or 0), int(hosts.get("slots") or 0)
+    num_hosts, slots = launcher.hosts, launcher.slots
     if num_hosts and not said:
         return Fact(slots, f"deepspeed with a hostfile of {num_hosts} hosts")
     nodes = _size("num_nodes", options["num-nodes"]) if "num-nodes" in options else max(1, num_hosts)

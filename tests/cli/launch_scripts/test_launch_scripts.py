@@ -201,6 +201,16 @@ COUNTS = {
         *(16, "deepspeed with a hostfile of 2 hosts"),
     ),
     "mpirun -H a:8,b:8 -x A=1 --allow-run-as-root -mca pml ob1 python {train}": (16, "mpirun with 2 hosts"),
+    "#SBATCH -N 2 --gpus-per-node=4 --ntasks-per-gpu=1\nsrun python {train}": (
+        *(8, "#SBATCH --nodes=2 --gpus-per-node=4 --ntasks-per-gpu=1"),
+    ),
+    "#SBATCH --nodes=2\nsrun --gres=gpu:4 bash -c 'torchrun --nproc-per-node gpu {train}'": (
+        *(8, "#SBATCH --nodes=2 x torchrun --nproc-per-node gpu (srun --gres=gpu:4)"),
+    ),
+    "PYTHON=/opt/absent/bin/python3\n$PYTHON -m torch.distributed.run --nproc-per-node 2 {train}": (
+        *(2, "torchrun --nproc-per-node 2"),
+    ),
+    "srun bash <<'HERE'\npython {train}\nHERE": (1, "SLURM_NNODES is not set: 1 node assumed, one task a node"),
     "salloc -N 2 --ntasks-per-node=8 srun python {train}": (16, "salloc --nodes=2 --ntasks-per-node=8"),
     "python {train}": (None, ""),
 }

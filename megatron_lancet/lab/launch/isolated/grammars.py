@@ -18,7 +18,11 @@ SLURM = Grammar(
 )
 """Of srun, sbatch, salloc."""
 TORCHRUN = Grammar(
-    _flags("standalone no-python no_python module run-path run_path virtual-local-rank virtual_local_rank"), "m"
+    _flags(
+        "standalone no-python no_python module run-path run_path virtual-local-rank virtual_local_rank use-env use_env",
+        "ignore-missing-fault-tol-cfg ignore-missing-cfg",
+    ),
+    "m",
 )
 DEEPSPEED = Grammar(
     _flags("no_python module no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log"), "m"

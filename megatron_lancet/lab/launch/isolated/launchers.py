@@ -11,14 +11,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_lancet.lab.launch.isolated import grammars, slurm
 from megatron_lancet.lab.launch.isolated.options import Grammar, Options, split
 
 LAUNCHED_BY = "LANCET_LAUNCHED_BY"
-"""Variable with the launchers of a process, outermost first, as JSON: name, and nodes, tasks, source if it has them."""
+"""Variable with the launchers of a process, outermost first: :class:`Launcher` as JSON."""
 STAND_INS = "LANCET_STAND_INS"
 """Variable with the folder of the stand-ins."""
 
@@ -27,6 +27,43 @@ _NO_COMMANDS = ("true", "false", "yes", "no", "none", "all", "test", "user")
 """Words that are commands, and more often values of options."""
 _RUN_OF = ("conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi")
 """Commands that run the command behind ``run``."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher or a container of a process.
+
+    Attributes:
+        tasks: processes that it starts; None if it does not say.
+        source: for the user: who sets the tasks.
+        is_given: whether somebody sets the tasks, or they are its default.
+        nodes: on which it starts them.
+        nodes_from: for the user: who sets the nodes.
+        hosts: of its hostfile; 0 without one.
+        slots: of all these hosts.
+    """
+
+    name: str
+    tasks: int | None = None
+    source: str = ""
+    is_given: bool = True
+    nodes: int | None = None
+    nodes_from: str = ""
+    hosts: int = 0
+    slots: int = 0
+
+
+def read_launchers(text: str) -> list[Launcher]:
+    """Reads the text of :data:`LAUNCHED_BY`.
+
+    Raises:
+        ValueError, TypeError: the script has changed it.
+    """
+    found = [Launcher(**one) for one in json.loads(text or "[]")]
+    for one in found:
+        if not all(isinstance(number, int) for number in (one.tasks or 0, one.nodes or 0, one.hosts, one.slots)):
+            raise ValueError(f"no numbers in {text}")
+    return found
 
 
 def main() -> None:
@@ -42,11 +79,13 @@ def _srun(name: str, words: Sequence[str]) -> list[str]:
     options, rest = slurm.options_of(words)
     step = slurm.step_of(options, os.environ)
     nodes, tasks = step.nodes, step.tasks
-    _note(
-        name, nodes=nodes.value, nodes_from=nodes.source, tasks=tasks.value, source=tasks.source, given=tasks.is_given
-    )
+    _note(Launcher(name, tasks.value, tasks.source, tasks.is_given, nodes.value, nodes.source))
     of_step = {"SLURM_NNODES": nodes.value, "SLURM_STEP_NUM_NODES": nodes.value}
     of_step |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), tasks.value)
+    gpus = slurm.gpus_of(options)
+    if gpus is not None:
+        of_step[slurm.GPUS] = gpus.value
+        os.environ[slurm.FACTS] = slurm.written_facts({**slurm.read_facts(os.environ), slurm.GPUS: gpus})
     os.environ |= {key: str(value) for key, value in of_step.items()}
     _export(options.get("export", ""))
     return _on_host(rest, [item.split(":")[:2] for item in options.get("container-mounts", "").split(",")])
@@ -90,7 +129,7 @@ def _docker(name: str, words: Sequence[str]) -> list[str]:
         return []
     options, behind = split(rest[1:], grammars.DOCKER, _is_command)
     command = [*options.get("entrypoint", [""])[-1].split(), *behind[1:]]
-    _note(name)
+    _note(Launcher(name))
     _set([*options.get("e", []), *options.get("env", []), *_lines(options.get("env-file", []))])
     mounts = [item.split(":")[:2] for item in (*options.get("v", []), *options.get("volume", []))]
     for item in options.get("mount", []):
@@ -108,7 +147,7 @@ def _singularity(name: str, words: Sequence[str]) -> list[str]:
     if rest[:1] not in (["exec"], ["run"]):
         return []
     options, behind = split(rest[1:], grammars.SINGULARITY, _is_command)
-    _note(name)
+    _note(Launcher(name))
     _set([part for item in options.get("env", []) for part in item.split(",")] + _lines(options.get("env-file", [])))
     binds = [part for item in (*options.get("B", []), *options.get("bind", [])) for part in item.split(",")]
     return _on_host(behind[1:], [bind.split(":")[:2] for bind in binds])
@@ -118,7 +157,7 @@ def _enroot(name: str, words: Sequence[str]) -> list[str]:
     if list(words[:1]) not in (["start"], ["exec"]):
         return []
     options, behind = split(words[1:], grammars.ENROOT, _is_command)
-    _note(name)
+    _note(Launcher(name))
     _set([*options.get("e", []), *options.get("env", [])])
     return _on_host(behind[1:], [item.split(":")[:2] for item in (*options.get("m", []), *options.get("mount", []))])
 
@@ -137,7 +176,7 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     elif tasks is None and named:
         tasks = sum(slurm.leading(item.partition(":")[2]) or 1 for item in named)
         source = f"{name} with {len(named)} hosts"
-    _note(name, nodes=tasks, nodes_from=source, tasks=tasks, source=source, given=True)
+    _note(Launcher(name, tasks, source, nodes=tasks, nodes_from=source))
     _set(options.get("x", []))
     if tasks is not None:
         of_ranks = {"OMPI_COMM_WORLD_SIZE": tasks, "OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_LOCAL_RANK": 0}
@@ -149,7 +188,7 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
 def _deepspeed(name: str, words: Sequence[str]) -> list[str]:
     options, _ = split(words, grammars.DEEPSPEED, _is_command)
     hosts, slots = _hosts(options, ("hostfile", "H"))
-    _note(name, hosts=hosts, slots=slots)
+    _note(Launcher(name, hosts=hosts, slots=slots))
     return ["python", "-m", "deepspeed.launcher.runner", *words]
 
 
@@ -201,13 +240,10 @@ PREFIXES = ("sudo", "numactl", "nohup", "nsys", "ncu", "taskset", "stdbuf", "py-
 NAMES = (*_STARTS, *PREFIXES)
 
 
-def _note(name: str, **facts: Any) -> None:
+def _note(launcher: Launcher) -> None:
     """Notes a launcher for the record of its command."""
-    try:
-        outer = list(json.loads(os.environ.get(LAUNCHED_BY, "[]")))
-    except ValueError:
-        outer = []
-    os.environ[LAUNCHED_BY] = json.dumps([*outer, {"name": name, **facts}])
+    outer = read_launchers(os.environ.get(LAUNCHED_BY, ""))
+    os.environ[LAUNCHED_BY] = json.dumps([asdict(one) for one in (*outer, launcher)])
 
 
 def _lines(files: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.isolated import sandbox
-from megatron_lancet.lab.launch.isolated.launchers import STAND_INS
+from megatron_lancet.lab.launch.isolated.launchers import STAND_INS, Launcher, read_launchers
 from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD, START, write_stand_ins
 
 LIMIT_S = 60.0
@@ -38,12 +38,12 @@ class Started:
 
     Attributes:
         words: command line after Python's name.
-        launched_by: its launchers, outermost first, as ``launchers.LAUNCHED_BY`` describes.
+        launched_by: its launchers, outermost first.
     """
 
     words: list[str]
     environment: Mapping[str, str]
-    launched_by: list[dict[str, Any]]
+    launched_by: list[Launcher]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def run_script(script: Path, arguments: Sequence[str], defaults: Mapping[str, st
         stubs, scratch = folder / "stubs", folder / "scratch"
         stubs.mkdir()
         scratch.mkdir()
-        write_stand_ins(stubs, bash, scratch, may_write=isolated)
+        write_stand_ins(stubs, bash, script.read_text(errors="replace"), scratch, may_write=isolated)
         environment = {**defaults, **os.environ, **_variables(stubs, scratch, isolated)}
         command = [bash, str(script.absolute()), *arguments]
         if isolated:
@@ -178,6 +178,6 @@ def _failed(line: str) -> Failed | None:
 def _started(line: str, script: Path) -> Started:
     try:
         found: dict[str, Any] = json.loads(line)
-        return Started(list(found["words"]), dict(found["environment"]), json.loads(found["launched_by"] or "[]"))
+        return Started(list(found["words"]), dict(found["environment"]), read_launchers(found["launched_by"]))
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{script} wrote to the record of its launches ({RECORD}). Remove that write.") from error

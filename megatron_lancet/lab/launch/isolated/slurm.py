@@ -128,7 +128,9 @@ def job_of(
     of_node = number([TASKS_OF_A_NODE], "ntasks-per-node")
     tasks, nodes = number([TASKS, "SLURM_NPROCS"], "ntasks"), number([NODES, "SLURM_JOB_NUM_NODES"], "nodes")
     gpus = number([GPUS], "gpus-per-node") or _gpus(all_options.get("gres", ""), owner("gres"))
-    all_gpus = number(["SLURM_GPUS"], "gpus")
+    of_gpu, all_gpus = number([], "ntasks-per-gpu"), number(["SLURM_GPUS"], "gpus")
+    if of_node is None and of_gpu is not None and gpus is not None:
+        of_node = Fact(gpus.value * of_gpu.value, joined(gpus.source, of_gpu.source))
     if nodes is None and of_node is not None and tasks is not None:
         nodes = Fact(math.ceil(tasks.value / of_node.value), joined(tasks.source, of_node.source))
     if nodes is None and gpus is not None and all_gpus is not None:
@@ -165,8 +167,8 @@ def _variables(
     of_nodes = {"SLURM_JOB_NODELIST": hosts, "SLURM_NODELIST": hosts, "SLURM_TASKS_PER_NODE": all_tasks}
     of_nodes |= {"SLURMD_NODENAME": hosts.replace("[", "").partition("-")[0], "SLURM_CPUS_ON_NODE": "1"}
     (given if nodes.is_given else assumed).update(of_nodes)
-    names = {"job-name": "SLURM_JOB_NAME", "cpus-per-task": "SLURM_CPUS_PER_TASK", "partition": "SLURM_JOB_PARTITION"}
-    given |= {name: options[option] for option, name in names.items() if options.get(option)}
+    named = {"job-name": "SLURM_JOB_NAME", "cpus-per-task": "SLURM_CPUS_PER_TASK", "partition": "SLURM_JOB_PARTITION"}
+    given |= {name: options[option] for option, name in named.items() if options.get(option)}
     if options.get("account"):
         given["SLURM_JOB_ACCOUNT"] = options["account"]
     if options.get("array"):
@@ -177,6 +179,7 @@ def _variables(
 def step_of(options: Mapping[str, str], environment: Mapping[str, str]) -> Step:
     """Returns the nodes and tasks of an srun with these options, in a job's environment."""
     facts = read_facts(environment)
+    gpus, of_gpu = gpus_of(options) or facts.get(GPUS), _last_number(options.get("ntasks-per-gpu", ""))
     job_nodes, job_tasks, of_node = (_fact(name, environment, facts) for name in (NODES, TASKS, TASKS_OF_A_NODE))
     nodes = job_nodes or Fact(1, f"{NODES} is not set: 1 node assumed", is_given=False)
     own_nodes, own_tasks = _last_number(options.get("nodes", "")), _last_number(options.get("ntasks", ""))
@@ -189,12 +192,23 @@ def step_of(options: Mapping[str, str], environment: Mapping[str, str]) -> Step:
         return Step(nodes, Fact(own_tasks, f"srun --ntasks {own_tasks}"))
     if own_of_node is not None:
         of_node = Fact(own_of_node, f"srun --ntasks-per-node {own_of_node}")
+    elif of_gpu is not None and gpus is not None:
+        own_of_node = gpus.value * of_gpu
+        of_node = Fact(own_of_node, joined(gpus.source, f"srun --ntasks-per-gpu {of_gpu}"))
     is_whole = job_nodes is None or nodes.value == job_nodes.value
     if job_tasks is not None and job_tasks.is_given and own_of_node is None and is_whole:
         return Step(nodes, job_tasks)
     if of_node is not None and of_node.is_given:
         return Step(nodes, Fact(nodes.value * of_node.value, joined(nodes.source, of_node.source)))
     return Step(nodes, Fact(nodes.value, f"{nodes.source}, one task a node", is_given=False))
+
+
+def gpus_of(options: Mapping[str, str]) -> Fact | None:
+    """Returns the GPUs of a node in options of srun."""
+    value = _last_number(options.get("gpus-per-node", ""))
+    if value is not None:
+        return Fact(value, f"srun --gpus-per-node {value}")
+    return _gpus(options.get("gres", ""), "srun")
 
 
 def joined(first: str, second: str) -> str:
@@ -213,9 +227,10 @@ def written_facts(facts: Mapping[str, Fact]) -> str:
 def read_facts(environment: Mapping[str, str]) -> dict[str, Fact]:
     """Returns the facts of an environment; none if the script has changed the variable."""
     try:
-        return {name: Fact(**fact) for name, fact in json.loads(environment.get(FACTS, "{}")).items()}
+        facts = {str(name): Fact(**fact) for name, fact in json.loads(environment.get(FACTS, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
+    return facts if all(isinstance(fact.value, int) and fact.value > 0 for fact in facts.values()) else {}
 
 
 def _fact(name: str, environment: Mapping[str, str], facts: Mapping[str, Fact]) -> Fact | None:

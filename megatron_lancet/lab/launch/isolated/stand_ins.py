@@ -1,8 +1,10 @@
 """Stand-ins for launchers, and a Python startup hook that records a launch instead of running it."""
 
+import re
 import shlex
 import stat
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_lancet.lab.launch.isolated import launchers
@@ -123,10 +125,11 @@ exit 0
 """For commands whose failure on a read-only file must not end a script that stops on errors."""
 
 
-def write_stand_ins(folder: Path, bash: str, scratch: Path, may_write: bool) -> None:
+def write_stand_ins(folder: Path, bash: str, script: str, scratch: Path, may_write: bool) -> None:
     """Writes the stand-ins into a folder.
 
     Args:
+        script: text of the launch script.
         scratch: the folder to which the script may write.
         may_write: whether stand-ins may create files and folders: only if this does not affect the user's.
     """
@@ -138,7 +141,6 @@ def write_stand_ins(folder: Path, bash: str, scratch: Path, may_write: bool) -> 
         **{"other": BASH_ENV, "stubs": shlex.quote(str(folder)), "record": RECORD},
         instead="." if may_write else shlex.quote(str(instead)),  # what follows may delete files
     )
-    (folder / START).write_text(start)
 
     def launcher(name: str) -> str:
         words = {"python": sys.executable, "module": launchers.__name__, "root": shlex.quote(str(_ROOT)), "name": name}
@@ -156,7 +158,18 @@ def write_stand_ins(folder: Path, bash: str, scratch: Path, may_write: bool) -> 
         "nvidia-smi": _GPUS_STUB,
         "hostname": _HOSTNAME_STUB,
     }
+    (folder / START).write_text(start + _absent_commands(script, folder, names))
     for name, text in names.items():
         file = folder / name
         file.write_text(text)
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def _absent_commands(script: str, folder: Path, names: Collection[str]) -> str:
+    """Returns bash functions for full paths of launchers that are not on this machine."""
+    paths = {path for path in re.findall(r"(?<![\w$}./~])/[\w./+-]+", script) if Path(path).name in names}
+    return "".join(
+        f'{path}() {{ {shlex.quote(str(folder / Path(path).name))} "$@"; }}\n'
+        for path in sorted(paths)
+        if not Path(path).exists()
+    )
