@@ -101,7 +101,7 @@ def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: 
     own = f"torchrun --nproc-per-node {text}" + (f" ({source})" if source else "")
     asked = options.get("nnodes", environment.get("PET_NNODES"))
     if asked is None or "standalone" in options:
-        if step is None or step.nodes is None or "standalone" in options:
+        if step is None or step.nodes is None or ("standalone" in options and step.nodes > 1):
             return Fact(of_node.value, own)
         return Fact(step.nodes * of_node.value, joined(step.nodes_from, own))
     num_nodes = _size("nnodes", asked.rpartition(":")[2])

@@ -178,6 +178,9 @@ COUNTS = {
     "srun -lN8 --ntasks-per-node=8 torchrun --standalone --nproc-per-node=4 {train}": (
         *(4, "torchrun --nproc-per-node 4"),
     ),
+    "srun torchrun --standalone --nproc-per-node=4 {train}": (
+        *(4, "SLURM_NNODES is not set: 1 node assumed x torchrun --nproc-per-node 4"),
+    ),
     "#SBATCH --ntasks-per-node 8\n#SBATCH -N 2 # two\nsrun --nodes=1 python {train}": (
         *(8, "srun --nodes 1 x #SBATCH --ntasks-per-node=8"),
     ),
