@@ -86,7 +86,7 @@ def _srun(name: str, words: Sequence[str]) -> list[str]:
     if gpus is not None:
         of_step[slurm.GPUS] = gpus.value
         os.environ[slurm.FACTS] = slurm.written_facts({**slurm.read_facts(os.environ), slurm.GPUS: gpus})
-    os.environ |= {key: str(value) for key, value in of_step.items()}
+    os.environ.update({key: str(value) for key, value in of_step.items()})
     _export(options.get("export", ""))
     return _on_host(rest, [item.split(":")[:2] for item in options.get("container-mounts", "").split(",")])
 
@@ -105,7 +105,7 @@ def _sbatch(name: str, words: Sequence[str]) -> list[str]:
         command = ["bash", "-c", text, "slurm_script"]
     known = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     job = slurm.job_of(text, known, str(Path.cwd()), name, options)
-    os.environ |= {**job.assumed_in(text), **job.given, slurm.FACTS: slurm.written_facts(job.facts)}
+    os.environ.update({**job.assumed_in(text), **job.given, slurm.FACTS: slurm.written_facts(job.facts)})
     _export(options.get("export", ""))
     return command
 
@@ -181,7 +181,7 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     if tasks is not None:
         of_ranks = {"OMPI_COMM_WORLD_SIZE": tasks, "OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_LOCAL_RANK": 0}
         of_ranks |= {"OMPI_COMM_WORLD_LOCAL_SIZE": min(tasks, 8), "PMI_SIZE": tasks, "PMI_RANK": 0}
-        os.environ |= {key: str(value) for key, value in of_ranks.items()}
+        os.environ.update({key: str(value) for key, value in of_ranks.items()})
     return rest[: rest.index(":")] if ":" in rest else rest
 
 
