@@ -66,7 +66,7 @@ def test_dry_run_of_a_script_has_its_ranks_and_own_flags(tmp_path):
     script.write_text(f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {flags}\n")
     (result,) = launch.run(TOOL, [script], 1, tmp_path, timeout_s=60)
     assert result.returncode == 0, result.output
-    assert "32 ranks (--lancet-world-size)" in result.output
+    assert "32 ranks (torchrun --nnodes 4 --nproc-per-node 8)" in result.output
     (result,) = launch.run(TOOL, ["--world-size", 64, script], 1, tmp_path, timeout_s=60)
     assert "64 ranks (--lancet-world-size)" in result.output
 

@@ -22,6 +22,7 @@ PROCESSES = {
 STARTS = {
     "megatron_lancet/lab/launch/isolated/script.py": "a launch script, isolated or by --trust-script",
     "megatron_lancet/lab/launch/isolated/sandbox.py": "the same script, as its sandbox",
+    "megatron_lancet/lab/launch/isolated/launchers.py": "the command of a launcher in the same script",
     "benchmarks/demo/training_log/training_process.py": "our own training",
     "tools/check_gpu.py": "pip, git and our own benchmarks",
     **dict.fromkeys(
@@ -41,7 +42,7 @@ STARTS = {
         "our own benchmarks, git, ip, nvidia-smi and compute-sanitizer",
     ),
 }
-"""Files that start processes, and what they start: only the first two run a file they read."""
+"""Files that start processes, and what they start: only the first three run a file they read."""
 
 UNPICKLER = "import pickle\nclass Own(pickle.Unpickler):\n    def find_class(self, module, name):\n        {}"
 

@@ -35,6 +35,8 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
             "--te: Transformer Engine can't be imported here: its kernels need a GPU, and the ranks of a check are "
             "processes on CPUs. Drop it: local layers are checked in place of Transformer Engine's."
         )
+    if launch.num_ranks is not None:
+        say(f"the launch has {launch.num_ranks} ranks ({launch.ranks_from})")
     line = read_command_line(launch.words)
     shrunk = shrink(line, launch.num_ranks, options.max_ranks, options.padding, options.te)
     with tempfile.TemporaryDirectory(prefix="lancet-check") as folder:

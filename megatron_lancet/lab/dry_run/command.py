@@ -19,9 +19,9 @@ def run_command_line(options: argparse.Namespace, words: Sequence[str]) -> None:
         UsageError: there is no such launch, or the run would refuse it.
     """
     launch = read_launch(words, options.trust_script)
-    found = [] if launch.num_ranks is None else ["--lancet-world-size", str(launch.num_ranks)]
+    launched = None if launch.num_ranks is None else (launch.num_ranks, launch.ranks_from)
     given: list[str] = []
     for flag, value in (("--lancet-world-size", options.world_size), ("--lancet-gpu-memory-gb", options.gpu_memory_gb)):
         given += [] if value is None else [flag, str(value)]
-    with as_dry_run(replace(launch, words=[*launch.words, *given]), *found):  # the last one counts
-        run_dry()
+    with as_dry_run(replace(launch, words=[*launch.words, *given])):  # the last one counts
+        run_dry(launched)

@@ -35,8 +35,11 @@ class Layout:
     expert_shards: int
 
 
-def choose_world(args: argparse.Namespace) -> tuple[int, str]:
-    """Chooses the number of ranks from the flag, the environment or the parallel sizes.
+def choose_world(args: argparse.Namespace, launched: tuple[int, str] | None = None) -> tuple[int, str]:
+    """Chooses the number of ranks from the flag, the launcher, the environment or the parallel sizes.
+
+    Args:
+        launched: the number that a launcher would start, and its source.
 
     Returns:
         The number, and its source for the user.
@@ -46,6 +49,8 @@ def choose_world(args: argparse.Namespace) -> tuple[int, str]:
     """
     if args.lancet_world_size is not None:
         return args.lancet_world_size, _WORLD_FLAG
+    if launched is not None:
+        return launched
     if "WORLD_SIZE" in os.environ:
         return args.world_size, "WORLD_SIZE"
     sizes = {

@@ -42,8 +42,11 @@ DOES_NOT_FIT = 3
 """Exit status of a dry run whose arguments are right, and whose estimated memory is more than a GPU has."""
 
 
-def examine() -> Findings:
+def examine(launched: tuple[int, str] | None = None) -> Findings:
     """Parses and validates ``sys.argv`` as the run itself would, and estimates the sizes of model and memory.
+
+    Args:
+        launched: the ranks that a launcher would start, and the source of the number.
 
     Raises:
         UsageError: the run would refuse its arguments.
@@ -51,7 +54,7 @@ def examine() -> Findings:
     check_seams()
     args, config = arguments.parse(features())
     with _megatrons_remarks() as remarks, on_the_cluster(args, config):
-        num_ranks, source = choose_world(args)
+        num_ranks, source = choose_world(args, launched)
         args.rank, args.world_size = 0, num_ranks
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
         if on_cpu:
@@ -159,17 +162,20 @@ def _num_micro_batches(args: argparse.Namespace) -> int:
     return calculator.get()
 
 
-def run_dry() -> None:
+def run_dry(launched: tuple[int, str] | None = None) -> None:
     """Entry point: prints the report; if several ranks were started, the first one does.
 
     Exits with :data:`DOES_NOT_FIT` if the run needs more memory than a GPU has.
+
+    Args:
+        launched: the ranks that a launcher would start, and the source of the number.
 
     Raises:
         UsageError: the run would refuse its arguments.
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    findings = examine()
+    findings = examine(launched)
     say(report(findings))
     if findings.missing_bytes > 0:
         raise SystemExit(DOES_NOT_FIT)

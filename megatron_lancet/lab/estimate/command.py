@@ -64,7 +64,8 @@ def speeds_of(run: Run, cluster: ClusterChoice) -> list[Speeds]:
 def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:
     args = run.args
     if launch.num_ranks not in (None, cluster.num_ranks):
-        yield f"the script starts {launch.num_ranks} ranks, the cluster has {cluster.num_ranks}, which count here"
+        of_script = f"{launch.num_ranks} ranks ({launch.ranks_from})"
+        yield f"the script starts {of_script}, the cluster has {cluster.num_ranks}, which count here"
     if args.fp8 or args.fp4:
         yield _LOW_PRECISION
     if not (args.bf16 or args.fp16):

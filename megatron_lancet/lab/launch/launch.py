@@ -13,23 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.launch.failure import describe_failure
+from megatron_lancet.lab.launch.flag_file import flags_in
+from megatron_lancet.lab.launch.isolated import slurm
+from megatron_lancet.lab.launch.isolated.launchers import LAUNCHED_BY, STAND_INS
 from megatron_lancet.lab.launch.isolated.script import NotIsolatedError, Started, run_script
-from megatron_lancet.lab.launch.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
+from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD
+from megatron_lancet.lab.launch.ranks import Program, program_of, ranks_of
 from megatron_lancet.patching import replaced
 
 TRUST_FLAG = "--trust-script"
 _OWN_VARIABLES = (
     *("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", "SHELLOPTS", "TMPDIR"),
-    *(RECORD, LAUNCHED_BY),
+    *(RECORD, LAUNCHED_BY, STAND_INS, BASH_ENV, "BASH_ENV", slurm.FACTS),
 )
+_OF_A_LAUNCHER = ("SLURM_", "SLURMD_", "OMPI_", "PMI_")
+"""Starts of names of variables that launchers set."""
 _OF_A_MODEL = ("--num-layers", "--use-checkpoint-args", "--yaml-cfg")
 """Flags that distinguish a Megatron training from other programs that a script launches."""
 
 _OF_A_CLUSTER = {
     **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "NODE_RANK": "0", "RDZV_ENDPOINT": "localhost:29500"},
-    **{"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "localhost"},
 }
-"""Variables that schedulers set and scripts read, where they are not set here."""
+"""Variables that schedulers set and scripts read, where they are not set here; for SLURM's see :mod:`slurm`."""
 
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,11 +49,13 @@ class Launch:
         words: command line of the training script.
         num_ranks: that the launcher would start; None if it does not say.
         environment: variables that the script sets or changes.
+        ranks_from: for the user: the source of the number of ranks; empty without a number.
     """
 
     words: list[str]
     num_ranks: int | None
     environment: Mapping[str, str]
+    ranks_from: str = ""
 
     def set_environment(self) -> None:
         """Sets the variables of the script in this process, but not those by which a launcher numbers ranks."""
@@ -66,12 +74,21 @@ def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
     if not words:
         raise UsageError("expected a launch script, or flags of Megatron, found nothing.")
     if words[0].startswith("--"):
-        size = os.environ.get("WORLD_SIZE", "")
-        return Launch(list(words), int(size) if size.isdecimal() else None, {})
+        return _launch_of_flags(words)
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(f"there is no launch script {script}. Pass a file, or flags of Megatron.")
+    if script.suffix == ".py":
+        return _launch_of_flags(words[1:])
+    flags = flags_in(script)
+    if flags is not None:
+        return _launch_of_flags([*flags, *words[1:]])
     return launch_of_script(script, words[1:], trusted)
+
+
+def _launch_of_flags(words: Sequence[str]) -> Launch:
+    size = slurm.leading(os.environ.get("WORLD_SIZE", ""))
+    return Launch(list(words), size, {}, "" if size is None else "WORLD_SIZE")
 
 
 def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = False) -> Launch:
@@ -80,18 +97,39 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
     Raises:
         UsageError: it starts no training within a minute, or is not trusted and can't be isolated.
     """
+    text = _text_of(script)
+    defaults = _defaults(script, text)
     try:
-        started, output = run_script(script, arguments, _OF_A_CLUSTER, isolated=not trusted)
+        outcome = run_script(script, arguments, defaults, isolated=not trusted)
     except NotIsolatedError as error:
         _ask(script, str(error))
-        started, output = run_script(script, arguments, _OF_A_CLUSTER, isolated=False)
-    if not started:
-        tail = " ".join(output.strip().splitlines()[-2:]) or "nothing"
-        raise UsageError(
-            f"{script} started no training: expected torchrun, python -m torch.distributed.run, srun or mpirun with a "
-            f"Python file, or python pretrain_*.py. It printed: {tail}"
-        )
-    return _launch(_training(started), script)
+        outcome = run_script(script, arguments, defaults, isolated=False)
+    if not outcome.started:
+        raise UsageError(describe_failure(script, outcome))
+    started = _training(outcome.started)
+    program = program_of(started.words)
+    if program is None:
+        if outcome.failed:
+            raise UsageError(describe_failure(script, outcome))
+        raise UsageError(f"{script} starts no Python file: found {' '.join(started.words)}")
+    return _launch(started, program, text, defaults)
+
+
+def _text_of(script: Path) -> str:
+    """Returns the text of a script, and of the files that it names behind ``source`` and ``bash``."""
+    text = script.read_text(errors="replace")
+    texts = [text]
+    for name in re.findall(r"^\s*(?:source|\.|bash|sh)\s+[\"']?([\w./-]+)", text, flags=re.MULTILINE):
+        if Path(name).is_file():
+            texts.append(Path(name).read_text(errors="replace"))
+    return "\n".join(texts)
+
+
+def _defaults(script: Path, text: str) -> dict[str, str]:
+    """Returns the variables of a job of the script, as the scheduler sets them."""
+    job = slurm.job_of(script.read_text(errors="replace"), os.environ, str(Path.cwd()))
+    others = {name: value for name, value in _OF_A_CLUSTER.items() if not slurm.has_own_default(text, name)}
+    return {**others, **job.assumed_in(text), **job.given, slurm.FACTS: slurm.written_facts(job.facts)}
 
 
 @contextmanager
@@ -137,29 +175,15 @@ def _training(started: Sequence[Started]) -> Started:
     return next(have_model, started[0])
 
 
-def _launch(started: Started, script: Path) -> Launch:
-    position = program_of(started.words)
-    if position is None:
-        raise UsageError(f"{script} starts no Python file: found {' '.join(started.words)}")
+def _launch(started: Started, program: Program, text: str, defaults: Mapping[str, str]) -> Launch:
     changed = {
         name: value
         for name, value in started.environment.items()
-        if os.environ.get(name, _OF_A_CLUSTER.get(name)) != value and name not in _OWN_VARIABLES
+        if os.environ.get(name, defaults.get(name)) != value
+        and name not in _OWN_VARIABLES
+        and not name.startswith(_OF_A_LAUNCHER)
     }
-    return Launch(started.words[position + 1 :], _num_ranks(started, position), changed)
-
-
-def _num_ranks(started: Started, position: int) -> int | None:
-    """Returns the ranks set by torchrun's options, else by its launcher or the environment; None if none sets them."""
-    words = " ".join(started.words[:position])
-    options = dict(re.findall(r"--(nnodes|nproc[-_]per[-_]node|num[-_]nodes|num[-_]gpus)[ =](\S+)", words))
-    options = {name.replace("_", "-"): value for name, value in options.items()}
-    per_node = options.get("nproc-per-node", options.get("num-gpus"))
-    if per_node is not None and per_node.isdecimal():
-        nodes = str(options.get("nnodes") or options.get("num-nodes") or 1).split(":")[-1]
-        return int(per_node) * (int(nodes) if nodes.isdecimal() else 1)
-    if any(word in words for word in ("torch.distributed", "deepspeed")):
-        return None
-    tasks = re.findall(r"(?:^|\s)(?:-n|-np|--np|--ntasks)[ =]?(\d+)(?=\s|$)", started.launched_by)
-    sizes = [*tasks, started.environment.get("WORLD_SIZE", ""), started.environment.get("SLURM_NTASKS", "")]
-    return next((int(size) for size in sizes if size.isdecimal()), None)
+    ranks = ranks_of(started, program, text)
+    if ranks is None:
+        return Launch(program.arguments, None, changed)
+    return Launch(program.arguments, ranks.value, changed, ranks.source)

@@ -43,7 +43,7 @@ def modelled(own: argparse.Namespace, launch: Launch) -> str:
     with cpu_platform(), contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
         run = modelled_run()
         variants = _variants(run, own.layers)
-    lines = [*_head(run, own), *_counts(variants), *_steps(run, variants, own)]
+    lines = [*_head(run, own, launch), *_counts(variants), *_steps(run, variants, own)]
     if own.timeline is not None:
         lines.append(_write_timeline(variants[-1], own))
     return "\n".join(lines)
@@ -97,7 +97,7 @@ def _device(own: argparse.Namespace, launch_us: float, connections: int | None) 
     return device.with_launch_us(launch_us)
 
 
-def _head(run: ModelledRun, own: argparse.Namespace) -> list[str]:
+def _head(run: ModelledRun, own: argparse.Namespace, launch: Launch) -> list[str]:
     args = run.args
     recorded = min(own.layers, run.num_layers)
     scaled = "" if recorded == run.num_layers else f", scaled from {recorded // 2} and {recorded}"
@@ -108,6 +108,7 @@ def _head(run: ModelledRun, own: argparse.Namespace) -> list[str]:
         f"device: {own.tflops:g} TFLOP/s, {own.memory_gbytes_per_s:g} GB/s, at least {own.min_kernel_us:g} us a "
         f"kernel; links: {own.link}",
         f"plan: {run.plan}",
+        *([] if launch.num_ranks is None else [f"launch: {launch.num_ranks} ranks ({launch.ranks_from})"]),
         *(f"note: {note}" for note in run.notes),
     ]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,11 +16,16 @@ from typing import IO, Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.isolated import sandbox
-from megatron_lancet.lab.launch.isolated.stand_ins import RECORD, write_stand_ins
+from megatron_lancet.lab.launch.isolated.launchers import STAND_INS, Launcher, read_launchers
+from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD, START, write_stand_ins
 
 LIMIT_S = 60.0
 _NO_CLOBBER = {"SHELLOPTS": "noclobber"}
 """Makes bash refuse to overwrite files: without isolation, the script must not empty the log of an earlier run."""
+
+
+_FAILED = "failed"
+"""Start of a line of the record that notes a failed command."""
 
 
 class NotIsolatedError(Exception):
@@ -32,18 +38,44 @@ class Started:
 
     Attributes:
         words: command line after Python's name.
-        launched_by: its launcher with the launcher's options; empty without a launcher.
+        launched_by: its launchers, outermost first.
     """
 
     words: list[str]
     environment: Mapping[str, str]
-    launched_by: str
+    launched_by: list[Launcher]
 
 
-def run_script(
-    script: Path, arguments: Sequence[str], defaults: Mapping[str, str], isolated: bool
-) -> tuple[list[Started], str]:
-    """Runs a script; returns the launches that it started, in order, and its output.
+@dataclass(frozen=True)
+class Failed:
+    """A command of a script that failed.
+
+    Attributes:
+        line: in the file.
+    """
+
+    status: int
+    file: str
+    line: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a script did.
+
+    Attributes:
+        started: launches, in order.
+        failed: commands that failed, in order.
+    """
+
+    started: list[Started]
+    failed: list[Failed]
+    output: str
+
+
+def run_script(script: Path, arguments: Sequence[str], defaults: Mapping[str, str], isolated: bool) -> Outcome:
+    """Runs a script.
 
     Args:
         defaults: variables to set if the environment lacks them.
@@ -61,14 +93,16 @@ def run_script(
         stubs, scratch = folder / "stubs", folder / "scratch"
         stubs.mkdir()
         scratch.mkdir()
-        write_stand_ins(stubs, bash, may_write=isolated)
+        write_stand_ins(stubs, bash, script.read_text(errors="replace"), scratch, may_write=isolated)
         environment = {**defaults, **os.environ, **_variables(stubs, scratch, isolated)}
         command = [bash, str(script.absolute()), *arguments]
         if isolated:
             text, output = _run_isolated(command, environment, scratch, record)
         else:
             text, output = _run_trusted(command, environment, scratch)
-    return [_started(line, script) for line in text.splitlines()], output
+    lines = text.splitlines()
+    failed = [found for line in lines if (found := _failed(line)) is not None]
+    return Outcome([_started(line, script) for line in lines if not line.startswith(_FAILED)], failed, output)
 
 
 def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
@@ -77,7 +111,11 @@ def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
         "PATH": os.pathsep.join([str(stubs), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])]),
         RECORD: str(scratch / sandbox.RECORD),
-        **({"TMPDIR": str(scratch / sandbox.TEMPORARY)} if isolated else _NO_CLOBBER),
+        STAND_INS: str(stubs),
+        "BASH_ENV": str(stubs / START),
+        BASH_ENV: os.environ.get("BASH_ENV", ""),
+        "TMPDIR": str(scratch / sandbox.TEMPORARY),
+        **({} if isolated else _NO_CLOBBER),
     }
 
 
@@ -99,6 +137,7 @@ def _run_isolated(command: list[str], environment: dict[str, str], scratch: Path
 def _run_trusted(command: list[str], environment: dict[str, str], scratch: Path) -> tuple[str, str]:
     work = scratch / sandbox.WORK
     work.mkdir()
+    (scratch / sandbox.TEMPORARY).mkdir()
     sandbox.link_entries(Path.cwd(), work)
     _, output = _run(command, command[1], environment, work)
     record = scratch / sandbox.RECORD
@@ -131,9 +170,14 @@ def _run(
     return process.returncode, output
 
 
+def _failed(line: str) -> Failed | None:
+    found = re.fullmatch(rf"{_FAILED}\t(\d+)\t(.*)\t(\d+)\t(.*)", line)
+    return Failed(int(found[1]), found[2], int(found[3]), found[4].replace("\\", "")) if found else None
+
+
 def _started(line: str, script: Path) -> Started:
     try:
         found: dict[str, Any] = json.loads(line)
-        return Started(list(found["words"]), dict(found["environment"]), str(found["launched_by"]))
+        return Started(list(found["words"]), dict(found["environment"]), read_launchers(found["launched_by"]))
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{script} wrote to the record of its launches ({RECORD}). Remove that write.") from error

@@ -1,0 +1,145 @@
+"""How many ranks a started program has, and who says so."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.launch.isolated import slurm
+from megatron_lancet.lab.launch.isolated.grammars import DEEPSPEED, TORCHRUN
+from megatron_lancet.lab.launch.isolated.launchers import Launcher
+from megatron_lancet.lab.launch.isolated.options import Options, split
+from megatron_lancet.lab.launch.isolated.script import Started
+from megatron_lancet.lab.launch.isolated.slurm import Fact, joined, leading
+from megatron_lancet.lab.launch.isolated.stand_ins import DEEPSPEED_MODULES, LAUNCHER_FILES, TORCHRUN_MODULES
+
+_GRAMMARS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
+_SIZES = ("nnodes", "nproc-per-node", "num-nodes", "num-gpus")
+_ALL_GPUS = ("gpu", "auto", "cuda")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program in a launch.
+
+    Attributes:
+        launcher: torchrun, deepspeed, or empty.
+        options: of the launcher, by name with dashes.
+        arguments: of the program.
+    """
+
+    launcher: str
+    options: Mapping[str, str]
+    arguments: list[str]
+
+
+def program_of(words: Sequence[str]) -> Program | None:
+    """Returns the training program in words behind Python's name; None without one."""
+    for index, word in enumerate(words):
+        is_module = index > 0 and words[index - 1] in ("-m", "--module")
+        if (is_module and word in TORCHRUN_MODULES) or (not is_module and Path(word).name in LAUNCHER_FILES[:2]):
+            return _launched("torchrun", words[index + 1 :])
+        if (is_module and word in DEEPSPEED_MODULES) or (not is_module and Path(word).name == LAUNCHER_FILES[2]):
+            return _launched("deepspeed", words[index + 1 :])
+        if is_module or word.endswith(".py"):
+            return Program("", {}, list(words[index + 1 :]))
+    return None
+
+
+def _launched(launcher: str, words: Sequence[str]) -> Program | None:
+    options, rest = split(words, _GRAMMARS[launcher], lambda _: False)
+    if not rest:
+        return None
+    if {"no-python", "no_python"} & set(options):
+        position = next((index for index, word in enumerate(rest) if word.endswith(".py")), 0)
+        rest = rest[position:]
+    return Program(launcher, _full_names(options), rest[1:])
+
+
+def _full_names(options: Options) -> dict[str, str]:
+    """Names with dashes; torchrun takes the start of a name too."""
+    found = {}
+    for name, values in options.items():
+        dashed = name.replace("_", "-")
+        full = [size for size in _SIZES if len(dashed) > 3 and size.startswith(dashed)]
+        found[full[0] if len(full) == 1 else dashed] = values[-1]
+    return found
+
+
+def ranks_of(started: Started, program: Program, script: str) -> Fact | None:
+    """Returns the number of ranks and its source; None if nothing sets it.
+
+    Args:
+        script: text of the launch script.
+
+    Raises:
+        UsageError: a size of the launcher is no number.
+    """
+    environment = started.environment
+    step = next((one for one in reversed(started.launched_by) if one.tasks), None)
+    if program.launcher == "torchrun":
+        return _torchrun(program.options, environment, step, script)
+    if program.launcher == "deepspeed":
+        return _deepspeed(program.options, environment, next(reversed(started.launched_by), Launcher("")))
+    size = leading(environment.get("WORLD_SIZE", ""))
+    if step is not None and step.tasks is not None and (step.is_given or size is None):
+        other = f"; WORLD_SIZE={size} differs" if size not in (None, step.tasks) else ""
+        return Fact(step.tasks, f"{step.source}{other}")
+    if size is not None:
+        return Fact(size, f"WORLD_SIZE={size}")
+    tasks = slurm.read_facts(environment).get(slurm.TASKS)
+    return tasks if tasks is not None and tasks.is_given else None
+
+
+def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: Launcher | None, script: str) -> Fact:
+    text = options.get("nproc-per-node", environment.get("PET_NPROC_PER_NODE", "1"))
+    of_node = (
+        _gpus(environment) if text in _ALL_GPUS else Fact(_size("nproc-per-node", text), f"--nproc-per-node {text}")
+    )
+    source = of_node.source if text in _ALL_GPUS else ""
+    own = f"torchrun --nproc-per-node {text}" + (f" ({source})" if source else "")
+    asked = options.get("nnodes", environment.get("PET_NNODES"))
+    if asked is None or "standalone" in options:
+        if step is None or step.nodes is None or ("standalone" in options and step.nodes > 1):
+            return Fact(of_node.value, own)
+        return Fact(step.nodes * of_node.value, joined(step.nodes_from, own))
+    num_nodes = _size("nnodes", asked.rpartition(":")[2])
+    job = slurm.read_facts(environment).get(slurm.NODES)
+    is_literal = re.search(rf"--nnodes[= ]\s*[\"']?{re.escape(asked)}\b", script) is not None
+    if job is not None and job.value == num_nodes and not is_literal and _reads_nodes(script):
+        return Fact(num_nodes * of_node.value, joined(job.source, own))
+    return Fact(num_nodes * of_node.value, own.replace("torchrun", f"torchrun --nnodes {asked}", 1))
+
+
+def _reads_nodes(script: str) -> bool:
+    return any(name in script for name in (slurm.NODES, "SLURM_JOB_NUM_NODES", "NODELIST"))
+
+
+def _deepspeed(options: Mapping[str, str], environment: Mapping[str, str], launcher: Launcher) -> Fact:
+    said = [f"--{name.replace('-', '_')} {options[name]}" for name in ("num-nodes", "num-gpus") if name in options]
+    num_hosts, slots = launcher.hosts, launcher.slots
+    if num_hosts and not said:
+        return Fact(slots, f"deepspeed with a hostfile of {num_hosts} hosts")
+    nodes = _size("num_nodes", options["num-nodes"]) if "num-nodes" in options else max(1, num_hosts)
+    if "num-gpus" in options:
+        of_node = Fact(_size("num_gpus", options["num-gpus"]), "")
+    else:
+        of_node = Fact(slots // num_hosts, "") if slots else _gpus(environment)
+    notes = f" ({of_node.source})" if of_node.source else ""
+    return Fact(nodes * of_node.value, " ".join(["deepspeed", *said]) + notes)
+
+
+def _gpus(environment: Mapping[str, str]) -> Fact:
+    """Returns the GPUs of a node."""
+    return slurm.read_facts(environment).get(slurm.GPUS, Fact(8, "8 GPUs a node assumed"))
+
+
+def _size(option: str, text: str) -> int:
+    value = leading(text) if text.isdecimal() else None
+    if value is None:
+        raise UsageError(
+            f"the launcher's --{option} expects a whole number of at least 1, found {text or 'nothing'!r}. Set the "
+            "variable that the script passes there, as your cluster does: NAME=VALUE lancet ..."
+        )
+    return value
