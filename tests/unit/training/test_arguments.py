@@ -212,6 +212,7 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported"),
         (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", __file__], "takes a folder, found the file"),
         (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
     ],
 )
