@@ -7,7 +7,8 @@ an older dataset with the same prefix.
   lancet data encode --input corpus.jsonl --output-prefix data/corpus --append-eod \
       --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.
+and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer. With --tokenizer-type
+HuggingFaceTokenizer the model is a folder with tokenizer.json, or a name on the hub, for example Qwen/Qwen3-30B-A3B.
 
 With --prompt-key and --answer-key a line is one document: its prompt, its answer and the end of the document. Which
 tokens count as labels (the answer and the end) is in a second dataset, PREFIX_PROMPT_ANSWER_loss_mask.

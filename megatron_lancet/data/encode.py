@@ -145,7 +145,9 @@ def _hugging_face_tokenizer(settings: TokenizerSettings) -> Any:
     )
     try:
         return megatron_builder.build_tokenizer(safe)
-    except Exception as error:  # the packages document none
+    except BaseException as error:  # the packages document none, and a panic of their Rust code is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise refusal(source, error) from error
 
 

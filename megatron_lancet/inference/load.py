@@ -171,13 +171,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}
     if isinstance(settings["special_tokens"], list):
         settings["special_tokens"] = tuple(settings["special_tokens"]) or None
-    try:
-        tokenizer = build_tokenizer(TokenizerSettings(**settings))
-    except UsageError as error:
-        if kind != HUGGING_FACE_TYPE or model_file is not None:
-            raise
-        raise UsageError(f"the checkpoint's tokenizer: {error}; its present place is --tokenizer-model.") from error
-    return _checked(tokenizer, run)
+    return _checked(build_tokenizer(TokenizerSettings(**settings)), run)
 
 
 def _checked(tokenizer: Any, run: StoredRun) -> Any:

@@ -178,6 +178,10 @@ def test_unusable_tokenizers_are_refused_in_one_line(
     (tmp_path / "my.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:3000])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "####"
+    (tmp_path / "panic").mkdir()
+    (tmp_path / "panic" / "tokenizer.json").write_text(json.dumps(content))
     for model, reason in (
         ("", "on the hub; none was given"),
         (tmp_path / "empty", "empty has none of tokenizer.json, "),
@@ -186,6 +190,7 @@ def test_unusable_tokenizers_are_refused_in_one_line(
         (tmp_path / "none", "none does not exist"),
         ("none.json", "none.json does not exist"),
         (tmp_path / "cut", r"the tokenizer in .*cut can't be read \(.*\); copy its files again"),
+        (tmp_path / "panic", r"the tokenizer in .*panic can't be read \(.*\); copy its files again"),
     ):
         with pytest.raises(UsageError, match=reason) as refused:
             build_tokenizer(settings(model))
