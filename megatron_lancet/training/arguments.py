@@ -17,6 +17,7 @@ from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
@@ -186,6 +187,8 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
                 "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
                 "installed. Install it, or pass --transformer-impl local."
             )
+        if args.tokenizer_type == HUGGING_FACE_TYPE:
+            tokenizer_source(args.tokenizer_model)
         set_global_variables(args)
     _check_inputs(args, config)
 

@@ -11,6 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE
 from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.errors import UsageError
 
@@ -32,6 +33,9 @@ def missing_files(args: argparse.Namespace) -> Iterator[str]:
         if path is not None and local and not Path(path).is_file():
             has_lists = has_lists and flag == "--tokenizer-model"
             yield f"{flag}: no such file: {path}"
+    if args.tokenizer_type == HUGGING_FACE_TYPE and args.tokenizer_model and Path(args.tokenizer_model).is_file():
+        # Megatron would look for a model of this name on the hub.
+        yield f"--tokenizer-model: {HUGGING_FACE_TYPE} takes a folder, found the file {args.tokenizer_model}"
     for prefix in _data_prefixes(args) if has_lists else ():
         missing = [prefix + suffix for suffix in _SUFFIXES if not Path(prefix + suffix).is_file()]
         if missing and "://" not in prefix:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.data import hugging_face
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.ep_resize.feature import EpResizeFlags
@@ -212,12 +213,27 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported"),
         (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", __file__], "takes a folder, found the file"),
         (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(command_line, words, message):
     args = parsed(command_line, "--transformer-impl", "local", *words)
     with pytest.raises(UsageError, match=message):
+        arguments.validate(args, LancetConfig())
+
+
+def test_missing_package_of_a_tokenizer_is_refused(command_line, monkeypatch, tmp_path):
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+    kernels = "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm"
+    flags = [
+        *f"{sizes} {kernels} --micro-batch-size 1 --train-iters 1 --lr 1e-3".split(),
+        "--tokenizer-model",
+        tmp_path,
+    ]
+    args = parsed(command_line, *flags, "--tokenizer-type", "HuggingFaceTokenizer", world_size=1)
+    monkeypatch.setattr(hugging_face, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"^--tokenizer-type .* needs .*: pip install tokenizers transformers$"):
         arguments.validate(args, LancetConfig())
 
 
