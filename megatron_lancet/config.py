@@ -124,6 +124,14 @@ class LancetConfig(CheckedFlags):
         "trace.json) to DIR.",
     )
 
+    verbose: bool = flag(
+        False,
+        parsed_as=bool,
+        unchecked="",
+        not_with_spec=": Megatron's own script always prints its arguments.",
+        help="also print all of Megatron's arguments, some 850 lines, before the run.",
+    )
+
     features: tuple[Feature, ...] = field(default=(), compare=False)
     """Optional features of the run."""
     settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)

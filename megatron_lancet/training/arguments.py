@@ -23,7 +23,7 @@ from megatron_lancet.flags import flags_of
 from megatron_lancet.training.dry_run_flags import DryRunConfig
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
-from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
+from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections, no_list_of_arguments
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
 
 
@@ -191,8 +191,14 @@ def _check_inputs(args: argparse.Namespace, config: LancetConfig) -> None:
 
 
 def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None:
-    """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections."""
-    with any_number_of_connections() if may_overlap(args, config) else nullcontext():
+    """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections.
+
+    Megatron then prints all arguments: only with ``--lancet-verbose``.
+    """
+    with (
+        nullcontext() if config.verbose else no_list_of_arguments(),
+        any_number_of_connections() if may_overlap(args, config) else nullcontext(),
+    ):
         validate_args(args)
 
 
