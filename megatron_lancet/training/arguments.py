@@ -21,7 +21,8 @@ from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
 from megatron_lancet.training.dry_run_flags import DryRunConfig
-from megatron_lancet.training.input_files import check_datasets, missing_files
+from megatron_lancet.training.flag_conflicts import check_flag_conflicts
+from megatron_lancet.training.input_files import check_datasets, check_tokenizer, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections, no_list_of_arguments
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
@@ -167,6 +168,7 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     check_settings(args, config)
     for problem in missing_files(args):
         raise UsageError(problem)
+    check_tokenizer(args)
     check_datasets(args)
     with megatrons_refusals():
         if args.use_checkpoint_args:
@@ -194,7 +196,11 @@ def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None
     """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections.
 
     Megatron then prints all arguments: only with ``--lancet-verbose``.
+
+    Raises:
+        UsageError: a setting can't work for a reason that Megatron does not say.
     """
+    check_flag_conflicts(args)
     with (
         nullcontext() if config.verbose else no_list_of_arguments(),
         any_number_of_connections() if may_overlap(args, config) else nullcontext(),

@@ -15,7 +15,7 @@ import torch
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import FLAGS_VARIABLE, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
@@ -28,9 +28,6 @@ from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import refuse_now
 from megatron_lancet.training.run import choose_run, enter_run
-
-FLAGS_VARIABLE = "LANCET_FLAGS"
-"""Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
 
 
 def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = None, **inputs: Any) -> Any:

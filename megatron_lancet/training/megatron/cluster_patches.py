@@ -41,7 +41,7 @@ def any_number_of_connections() -> AbstractContextManager[None]:
 
 
 def no_list_of_arguments() -> AbstractContextManager[None]:
-    """Keeps Megatron from printing all its arguments after their validation: our lines would stand behind 850 others."""
+    """Keeps Megatron from printing all its arguments, 850 lines, after their validation."""
     return around(arguments, "_print_args", lambda stock, title, args: None)
 
 

@@ -29,6 +29,7 @@ from megatron_lancet.errors import (
     CheckpointError,
     PeerError,
     UsageError,
+    is_lost_peer,
     print_error_once_per_node,
     run_command,
 )
@@ -71,6 +72,8 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
             main(status)
         except (UsageError, CheckpointError) as error:
             status.clear()
+            # Megatron may have a handler of its own, which lets the rank go on when a launcher stops it.
+            signal.signal(signal.SIGTERM, _noop_handler)
             refuse_now(error)
 
     with log_and_exit_on_signal(status):
@@ -92,7 +95,7 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
             traceback.print_exc()
             reason = (str(error).splitlines() or [""])[0]
             line = f"error: {status}: {type(error).__name__}: {reason}"
-            _report_to_launcher(line)
+            _report_to_launcher(line, follows_another=is_lost_peer(error))
             say(line)
             exit_now(_FAILURE_EXIT_CODE)
 
@@ -110,8 +113,8 @@ def _report_to_launcher(line: str, found_s: float | None = None, follows_another
 
     Args:
         found_s: time of the failure, seconds since 1970; None for now.
-        follows_another: whether the rank ends because another rank has failed. torchrun compares whole seconds, and takes
-            the lowest of equally early ranks for the cause: this rank's time is then a second later.
+        follows_another: whether the rank ends because another rank has failed. torchrun compares whole seconds, and
+            takes the lowest of equally early ranks for the cause: this rank's time is then a second later.
     """
     file = os.environ.get(_ERROR_FILE)
     if not file:
@@ -213,8 +216,8 @@ def _watch(read_end: int, status: RankStatus) -> None:
             ask()
             continue
         # A launcher stops the ranks that wait next to one that refused its arguments: they print nothing.
-        line = f"error: {signal.Signals(number).name} ended {status}"
+        line = f"{signal.Signals(number).name} ended {status}"
         _report_to_launcher(line, follows_another=True)
         if number == signal.SIGINT or status.describe is not None:
-            say(line)
+            say(f"error: {line}")
         _exit(_SIGNALLED_EXIT_CODE + number)
