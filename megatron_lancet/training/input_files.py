@@ -58,7 +58,7 @@ def check_tokenizer(args: argparse.Namespace) -> None:
         kind = "JSON" if start == b"{" else "another kind of file"
         raise UsageError(
             f"--tokenizer-model {path}: expected a SentencePiece model, as --tokenizer-type {args.tokenizer_type} "
-            f"says, found {kind}. Name a .model file, or pass --tokenizer-type HuggingFaceTokenizer for such a tokenizer."
+            f"says, found {kind}. Name a .model file, or pass --tokenizer-type HuggingFaceTokenizer for such files."
         )
 
 

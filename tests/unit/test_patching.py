@@ -15,6 +15,7 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
+    "cli": ("argparse",),  # the refusals of all tools are one line
     "features/checkpoints": (
         "megatron.core.dist_checkpointing",
         "megatron.core.optimizer.distrib_optimizer",
