@@ -15,10 +15,6 @@ _SIBLING_GRACE_S = 3.0
 """Delay before other ranks print an error: torchrun kills all ranks when the first one ends."""
 
 
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-"""Words of gloo and NCCL."""
-
-
 class UsageError(Exception):
     """Wrong input from the user. The message says what was expected, what was found and what to do."""
 
@@ -46,11 +42,6 @@ def print_error_once_per_node(message: str) -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SIBLING_GRACE_S)
     print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether gloo or NCCL report that another rank closed its connection."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
 
 
 def reason_of(error: BaseException) -> str:

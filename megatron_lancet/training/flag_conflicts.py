@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from itertools import chain
 
 from megatron_lancet.errors import UsageError
 
@@ -14,7 +15,7 @@ def check_flag_conflicts(args: argparse.Namespace) -> None:
     Raises:
         UsageError: a flag is missing, or contradicts another one; names the first found.
     """
-    for conflict in (*_missing(args), *_of_training(args), *_of_saves(args)):
+    for conflict in chain(_missing(args), _of_training(args), _of_saves(args)):
         raise UsageError(conflict)
 
 

@@ -93,7 +93,7 @@ def part_of(path: Path) -> str:
 def test_imports_of_packages_point_one_way(path):
     part = part_of(path)
     if part == "__init__":
-        assert imports_of(path) == set()
+        assert imports_of(path) == {"logging"}  # to drop a warning of torch's before anything imports torch
         return
     used = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_lancet.")}
     assert used <= {part} | ALLOWED[part] | LEAVES

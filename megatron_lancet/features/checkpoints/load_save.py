@@ -20,10 +20,11 @@ from megatron_lancet.checkpoint.files import (
     name_of,
     tracked_step,
 )
-from megatron_lancet.errors import CheckpointError, UsageError, is_lost_peer, reason_of
+from megatron_lancet.errors import CheckpointError, UsageError, reason_of
 from megatron_lancet.features.checkpoints.patches import watched_checkpoints
 from megatron_lancet.features.checkpoints.publish import INCOMPLETE, num_bytes_of, remove_leftover
 from megatron_lancet.runtime.collectives import from_rank_0
+from megatron_lancet.training.process.exit import is_lost_peer
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OTHER_SIZES = ("shape mismatch", "Missing key", "Unexpected key")

@@ -29,7 +29,6 @@ from megatron_lancet.errors import (
     CheckpointError,
     PeerError,
     UsageError,
-    is_lost_peer,
     print_error_once_per_node,
     run_command,
 )
@@ -38,6 +37,8 @@ _STDERR = 2
 _FAILURE_EXIT_CODE = 1
 _SIGNALLED_EXIT_CODE = 128
 """Plus the number of the signal, as shells have it: 130 for Ctrl-C."""
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""Words of gloo and NCCL."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file whose message torchrun reports for this rank."""
 
@@ -98,6 +99,11 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
             _report_to_launcher(line, follows_another=is_lost_peer(error))
             say(line)
             exit_now(_FAILURE_EXIT_CODE)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether gloo or NCCL report that another rank closed its connection."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
 
 
 def refuse_now(error: UsageError | CheckpointError) -> NoReturn:

@@ -212,7 +212,7 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported"),
         (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
-        (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
+        (["--micro-batch-size", 1], "--hidden-size is missing"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(command_line, words, message):
