@@ -226,8 +226,7 @@ def _schedule_advice(error: BaseException) -> str:
         return ""
     return (
         " Pass --override-opt_param-scheduler to go on with this run's schedule, or "
-        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's. "
-        "With --lr-decay-iters the schedule does not depend on --train-iters."
+        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's."
     )
 
 
