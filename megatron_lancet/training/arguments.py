@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -40,7 +41,8 @@ class _OwnHelp(argparse.Action):
         formatter.start_section(f"{self._group.title} ({self._group.description})")
         formatter.add_arguments(self._group._group_actions)
         formatter.end_section()
-        parser.exit(message=formatter.format_help())
+        parser._print_message(formatter.format_help(), sys.stdout)
+        parser.exit()
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser, features: Sequence[Feature] = ()) -> argparse.ArgumentParser:

@@ -144,6 +144,15 @@ def test_version_flag_prints_the_version(command_line, capsys):
     assert capsys.readouterr().out == f"megatron-lancet {__version__}\n"
 
 
+def test_help_of_our_flags_leaves_megatrons_out(command_line, capsys):
+    command_line("--lancet-help")
+    with pytest.raises(SystemExit, match="0"):
+        arguments.parse(features())
+    printed = capsys.readouterr().out
+    assert {"--lancet-report", "--lancet-verbose", "--lancet-tiles"} <= set(printed.split())
+    assert "--num-layers" not in printed.split()
+
+
 def test_profile_cache_defaults_to_the_users_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert TuningFlags().cache_dir == Path("/cache/megatron-lancet")
