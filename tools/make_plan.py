@@ -101,7 +101,10 @@ def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int)
         print("alternatives:")
         if min(one.prediction.step_ms for one in planned.alternatives) < expected.step_ms:
             ours_ms = planned.alternatives[0].prediction.step_ms
-            print(f"  (compared with the same routing in all layers, as the plan would take {ours_ms:.1f} ms then)")
+            print(
+                f"  (by a simpler prediction, with similar ranks merged and the same routing in all layers; "
+                f"the plan takes {ours_ms:.1f} ms by it)"
+            )
     for line, one in list(others.items())[: max(0, num_alternatives)]:
         print(f"{line}" + ("" if one.fits else "  (does not fit into memory)"))
     for exclusion in planned.excluded:

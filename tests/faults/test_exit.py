@@ -198,3 +198,18 @@ def test_launcher_keeps_the_first_line_of_a_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     assert ended("raise UsageError('expected this')").returncode == 2
     assert file.read_text() == "earlier"
+
+
+def test_rank_that_was_asked_to_stop_does_not_repeat_the_line(monkeypatch):
+    """Its launcher stops it because local rank 0 has ended with this line; Megatron's handler only takes a note."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    body = """
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.raise_signal(signal.SIGTERM)
+        while not status.is_stopping:
+            time.sleep(0.01)
+        status.describe = None
+        raise UsageError("expected this")
+    """
+    done = ended(body)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")

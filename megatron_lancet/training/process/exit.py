@@ -49,11 +49,13 @@ class RankStatus:
     Attributes:
         describe: returns how far the rank is; None before training starts, and after the run was refused.
         on_sigterm: called at SIGTERM, which then does not end the process; None if SIGTERM ends it.
+        is_stopping: whether a SIGTERM has come that a handler of Megatron's took.
     """
 
     def __init__(self) -> None:
         self.describe: Callable[[], str] | None = None
         self.on_sigterm: Callable[[], None] | None = None
+        self.is_stopping = False
 
     def __str__(self) -> str:
         rank = os.environ.get("RANK", "0")
@@ -75,6 +77,8 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
             status.clear()
             # Megatron may have a handler of its own, which lets the rank go on when a launcher stops it.
             signal.signal(signal.SIGTERM, _noop_handler)
+            if status.is_stopping and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+                signal.raise_signal(signal.SIGTERM)
             refuse_now(error)
 
     with log_and_exit_on_signal(status):
@@ -217,6 +221,7 @@ def _watch(read_end: int, status: RankStatus) -> None:
         if number == 0:
             return
         if signal.getsignal(number) is not _noop_handler:
+            status.is_stopping |= number == signal.SIGTERM
             continue
         if number == signal.SIGTERM and (ask := status.on_sigterm) is not None:
             ask()

@@ -1,6 +1,7 @@
 """Mistakes of a first day: each ends in seconds with one line that begins with "error:", and without a traceback."""
 
 import json
+import logging
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -200,3 +201,11 @@ def test_explanation_says_which_network_it_assumes(files, tmp_path, capsys, monk
     predicted_ms = json.loads(plan.read_text())["prediction"]["step_ms"]
     assert "network: as profiled: a rank sends at" in explained
     assert f"note: the plan file predicts {predicted_ms:.1f} ms, so it was made for another network" in explained
+
+
+@pytest.mark.parametrize(("text", "is_shown"), [("No CUDA runtime is found, using '%s'", False), ("other", True)])
+def test_missing_cuda_runtime_is_no_warning(text, is_shown):
+    """torch warns in every process on a machine without a GPU, and a run says which device it found."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    record = logger.makeRecord(logger.name, logging.WARNING, "cpp_extension.py", 1, text, (), None)
+    assert bool(logger.filter(record)) == is_shown
