@@ -4,8 +4,15 @@
 """
 
 import importlib
+import logging
 
 __version__ = "0.1.0"
+
+# torch says so when Megatron imports this module on a machine without a GPU, once in every process. A run prints which
+# device it found.
+logging.getLogger("torch.utils.cpp_extension").addFilter(
+    lambda record: not str(record.msg).startswith("No CUDA runtime is found")
+)
 
 _PUBLIC = {"Overlap": "megatron_lancet.library.overlap"}
 """Public names, and the modules that define them. These import torch and Megatron, and commands start without both."""

@@ -10,11 +10,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.units import mb_to_bytes
+
+FLAGS_VARIABLE = "LANCET_FLAGS"
+"""Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
 
 
 class PlanChoice(StrEnum):
@@ -35,6 +39,12 @@ class AttentionChoice(StrEnum):
     """Megatron's."""
     SDPA = "sdpa"
     """torch's fused kernel."""
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise UsageError('--lancet-report expects a folder, got "". Name a folder, or drop the flag.')
+    return Path(text)
 
 
 @dataclass(frozen=True)
@@ -117,11 +127,19 @@ class LancetConfig(CheckedFlags):
     report_dir: Path | None = flag(
         None,
         name="--lancet-report",
-        read=Path,
+        read=_folder,
         metavar="DIR",
         unchecked="",
         help="write the report (report.json), the plan, the profile and the timeline of a step (timeline.html, "
         "trace.json) to DIR.",
+    )
+
+    verbose: bool = flag(
+        False,
+        parsed_as=bool,
+        unchecked="",
+        not_with_spec=": Megatron's own script always prints its arguments.",
+        help="also print all of Megatron's arguments, some 850 lines, before the run.",
     )
 
     features: tuple[Feature, ...] = field(default=(), compare=False)

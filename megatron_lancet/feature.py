@@ -214,10 +214,12 @@ class Feature:
     Attributes:
         name: of its folder and of its page in docs.
         flags: its ``--lancet-*`` flags; None without any.
+        report_files: names of the files that it writes for ``--lancet-report``.
     """
 
     name: ClassVar[str]
     flags: ClassVar[type[CheckedFlags] | None] = None
+    report_files: ClassVar[tuple[str, ...]] = ()
 
     def change_parser(self, parser: argparse.ArgumentParser) -> None:
         """Changes Megatron's own flags."""

@@ -22,12 +22,15 @@ from megatron_lancet.lab.plan_text.explanation_text import (
     short_text,
 )
 from megatron_lancet.lab.plan_text.plan_text import LEGEND, head_lines, plan_lines
+from megatron_lancet.lab.what_if.cluster import fitted_level
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, check_fits, made_for
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 
 _NUM_ALTERNATIVES = 5
+_OTHER_NETWORK = 0.01
+"""Predictions that differ by more than this part are not of the same network and layout."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,6 +43,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.all_layers and arguments.profile is None:
         parser.error("--all-layers needs --profile")
     return arguments
+
+
+def network_line(profile: Profile) -> str:
+    """The network that the prediction assumes: there are no flags for another."""
+    level = fitted_level(profile.link, profile.model.ep_size)
+    speed = "" if level is None else f": a rank sends at {level.gbps:.3g} Gb/s, latency {level.latency_us:.3g} us"
+    return f"network: as profiled{speed}"
 
 
 def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None:
@@ -57,6 +67,12 @@ def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None
         f"           {step.peak_bytes / 1e6:.0f} MB of activations and deferred weight gradients "
         f"({step.peak_dw_bytes / 1e6:.0f} MB of it)"
     )
+    print(network_line(profile))
+    if content.prediction is not None and abs(content.prediction.step_ms / step.step_ms - 1) > _OTHER_NETWORK:
+        print(
+            f"note: the plan file predicts {content.prediction.step_ms:.1f} ms, so it was made for another network or "
+            "layout, or from another profile: lancet plan simulate PROFILE PLAN has flags for these"
+        )
     print(pairing_line(explanation))
     print(dispatch_line(explanation))
     print("\nlayers, on the rank that waits longest, times of one micro-batch:")

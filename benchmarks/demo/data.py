@@ -1,7 +1,6 @@
 """Corpus, tokenizer and data set, made by the project's own tools; and a sample of the trained model."""
 
 import json
-import logging
 import os
 import platform
 import subprocess
@@ -87,7 +86,6 @@ def write_sample(folder: Folder) -> dict[str, str]:
 
 def measure_dataset(folder: Folder) -> tuple[int, float]:
     """Returns the number of tokens of the whole data set and its unigram entropy in nats per token."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     with warnings.catch_warnings():
         # Megatron warns that Transformer Engine and Apex are missing; nothing here needs them.
         warnings.simplefilter("ignore", UserWarning)

@@ -77,7 +77,9 @@ def load_profile(path: Path) -> Profile:
     try:
         return read_profile(path)
     except RecordError as error:
-        raise UsageError(f"no usable profile: {error}") from error
+        raise UsageError(
+            f"no usable profile: {error}. lancet plan profile and lancet trace profile make one"
+        ) from error
 
 
 def load_expert_load(path: Path) -> ExpertLoad:

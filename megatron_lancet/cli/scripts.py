@@ -1,14 +1,17 @@
 """Entry point of ``lancet``: finds the sub-command and runs its tool."""
 
+import argparse
 import difflib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_lancet import __version__
 from megatron_lancet.cli.commands import COMMANDS, Command, help_text
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.patching import replaced
 
 _PACKAGE = "megatron_lancet.tools"
 """Package that holds the files of ``tools`` in an installation; a checkout has their folder instead."""
@@ -60,4 +63,10 @@ def _run_tool(command: Command) -> None:
     spec = importlib.util.spec_from_file_location("__main__", folder / f"{command.tool}.py")
     assert spec is not None
     assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    with replaced(argparse.ArgumentParser, "error", _refuse):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Fails in one line, where argparse prints all flags first."""
+    raise UsageError(f"{message}. {parser.prog} --help explains the arguments.")

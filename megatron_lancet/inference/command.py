@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.exit import RankStatus, run_rank
 
-_NOISY = ("megatron.core", "megatron.training", "torch.distributed.checkpoint", "torch.utils.cpp_extension")
+_NOISY = ("megatron.core", "megatron.training", "torch.distributed.checkpoint")
 
 
 def run_tool(main: Callable[[], None], doing: str) -> None:

@@ -22,7 +22,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, read_text, to_plain
+from megatron_lancet.files import OMITTED_AT_DEFAULT, RecordError, parse_record, read_text, to_plain
 from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFrom1
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.load.expert_load import ExpertLoad
@@ -355,7 +355,21 @@ def read_profile(path: Path) -> Profile:
     Raises:
         RecordError: the file can't be read, is no profile, or a profile of another version.
     """
-    return profile_from_json(read_text(path), str(path))
+    text = read_text(path)
+    try:
+        return profile_from_json(text, str(path))
+    except RecordError:
+        if _is_plan(text):
+            raise RecordError(f"{path}: this is a plan, expected a profile") from None
+        raise
+
+
+def _is_plan(text: str) -> bool:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not value.keys().isdisjoint(("plan", "segments"))
 
 
 def profile_from_json(text: str, where: str) -> Profile:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -22,9 +23,10 @@ from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
 from megatron_lancet.training.dry_run_flags import DryRunConfig
-from megatron_lancet.training.input_files import check_datasets, missing_files
+from megatron_lancet.training.flag_conflicts import check_flag_conflicts
+from megatron_lancet.training.input_files import check_datasets, check_tokenizer, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
-from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
+from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections, no_list_of_arguments
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
 
 
@@ -40,7 +42,8 @@ class _OwnHelp(argparse.Action):
         formatter.start_section(f"{self._group.title} ({self._group.description})")
         formatter.add_arguments(self._group._group_actions)
         formatter.end_section()
-        parser.exit(message=formatter.format_help())
+        parser._print_message(formatter.format_help(), sys.stdout)
+        parser.exit()
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser, features: Sequence[Feature] = ()) -> argparse.ArgumentParser:
@@ -103,8 +106,8 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     for word in message.replace(":", " ").split():
         if word.startswith("--") and word not in parser._option_string_actions:
             close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
-            hints += [f"{word}: did you mean {close[0]}?"] if close else []
-    raise UsageError(". ".join([message, *hints]) + ". --help lists all flags.")
+            hints += [f" {word}: did you mean {close[0]}?"] if close else []
+    raise UsageError(f"{message}.{''.join(hints)} --help lists all flags.")
 
 
 def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetConfig]:
@@ -173,6 +176,7 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     check_settings(args, config)
     for problem in missing_files(args):
         raise UsageError(problem)
+    check_tokenizer(args)
     check_datasets(args)
     with megatrons_refusals():
         if args.use_checkpoint_args:
@@ -199,8 +203,18 @@ def _check_inputs(args: argparse.Namespace, config: LancetConfig) -> None:
 
 
 def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None:
-    """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections."""
-    with any_number_of_connections() if may_overlap(args, config) else nullcontext():
+    """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections.
+
+    Megatron then prints all arguments: only with ``--lancet-verbose``.
+
+    Raises:
+        UsageError: a setting can't work for a reason that Megatron does not say.
+    """
+    check_flag_conflicts(args)
+    with (
+        nullcontext() if config.verbose else no_list_of_arguments(),
+        any_number_of_connections() if may_overlap(args, config) else nullcontext(),
+    ):
         validate_args(args)
 
 

@@ -16,6 +16,8 @@ from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.errors import UsageError
 
 _SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_MODEL_START = b"\n"
+"""The first byte of a SentencePiece model, a protocol buffer: the tag of its first field, the pieces."""
 _SUFFIXES = (".idx", ".bin")
 _MEGATRONS_SPLIT = "969, 30, 1"
 """What Megatron's parser takes without ``--split``."""
@@ -43,6 +45,25 @@ def missing_files(args: argparse.Namespace) -> Iterator[str]:
                 f"data file not found: {', '.join(missing)}. Give the prefix without .bin/.idx of what "
                 "lancet data encode wrote (it ends in _document)."
             )
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """Checks the file of a SentencePiece tokenizer, if it is on this machine.
+
+    Raises:
+        UsageError: the file is something else, for example JSON.
+    """
+    path = args.tokenizer_model
+    if path is None or args.tokenizer_type not in _SENTENCEPIECE_TOKENIZERS or not Path(path).is_file():
+        return
+    with Path(path).open("rb") as file:
+        start = file.read(1)
+    if start != _MODEL_START:
+        kind = "JSON" if start == b"{" else "another kind of file"
+        raise UsageError(
+            f"--tokenizer-model {path}: expected a SentencePiece model, as --tokenizer-type {args.tokenizer_type} "
+            f"says, found {kind}. Name a .model file, or pass --tokenizer-type HuggingFaceTokenizer for such files."
+        )
 
 
 def check_datasets(args: argparse.Namespace) -> None:

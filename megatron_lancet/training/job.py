@@ -5,6 +5,7 @@ The phases: read the arguments, choose the plan, make Megatron's configurations,
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step, reader_of
@@ -30,6 +32,8 @@ from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.run import choose_run, enter_run
+
+_PORT_IN_USE = "EADDRINUSE"
 
 
 def run_job(
@@ -100,7 +104,11 @@ def _read_arguments(device: torch.device, features: Sequence[Feature]) -> tuple[
 
 
 def _train(run_config: object, datasets: Callable[..., Any], step: Callable[..., Any]) -> str | int | None:
-    """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process."""
+    """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process.
+
+    Raises:
+        UsageError: rank 0 can't listen for the others.
+    """
     try:
         pretrain(run_config, datasets, ModelType.encoder_or_decoder, step)
     except SystemExit as request:
@@ -109,4 +117,11 @@ def _train(run_config: object, datasets: Callable[..., Any], step: Callable[...,
             raise SystemExit("error: Megatron ended this rank without a status; it says why above.") from None
         # The exception is not kept: its traceback holds data loaders, whose workers must end before this process.
         return request.code
+    except dist.DistNetworkError as error:
+        if _PORT_IN_USE not in str(error):
+            raise
+        raise UsageError(
+            f"another program uses the port on which the ranks are to meet ({_PORT_IN_USE}): MASTER_PORT is "
+            f"{os.environ.get('MASTER_PORT')}. Set it to a free port, the same for all ranks."
+        ) from error
     return 0

@@ -4,9 +4,12 @@ The training itself is in ``job.py``. This file imports little, because the proc
 save import it first.
 """
 
+import os
 import sys
 import warnings
 
+from megatron_lancet.config import FLAGS_VARIABLE
+from megatron_lancet.errors import UsageError
 from megatron_lancet.training.dry_run_flags import is_dry_run
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.console import say
@@ -24,6 +27,7 @@ def main() -> None:
 def _main(status: RankStatus) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
+    _refuse_flags_of_the_environment()
     # Imported only now, because this imports megatron, whose version has been checked.
     from megatron_lancet.registry import command, features
     from megatron_lancet.training.platform.detect import platform
@@ -36,3 +40,11 @@ def _main(status: RankStatus) -> None:
         from megatron_lancet.training.job import run_job
 
         run_job(found.device, status, features=features())
+
+
+def _refuse_flags_of_the_environment() -> None:
+    if os.environ.get(FLAGS_VARIABLE):
+        raise UsageError(
+            f"{FLAGS_VARIABLE} is read by Megatron's own script with our --spec alone, see docs/migration.md. Here, "
+            f"pass {os.environ[FLAGS_VARIABLE]} on the command line, and unset {FLAGS_VARIABLE}."
+        )

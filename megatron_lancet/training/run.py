@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,12 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.patches import StepHook
+from megatron_lancet.training.observe.report_folder import (
+    REPORT_FILES,
+    check_report_folder,
+    cleared,
+    training_counts_more,
+)
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
@@ -56,6 +63,7 @@ def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.dev
     plan, line = choose_plan(args, config)
     facts = facts_of_run(args, config, plan, device)
     check_features(facts)
+    check_report_folder(config.report_dir)
     line, _ = announced(facts, line)
     return RunChoice(facts, f"{line}{notes_of_features(facts)}")
 
@@ -139,6 +147,16 @@ class Run:
         started = (feature.start(self) for feature in self.config.features)
         self._features += [feature for feature in started if feature is not None]
 
+    def report(self) -> None:
+        """Print and write the closing report. Collective over all ranks."""
+        names = [*REPORT_FILES, *(name for feature in self.config.features for name in feature.report_files)]
+        folder = cleared(self.config.report_dir, names)
+        with training_counts_more(folder):
+            self._report_to(folder)
+
+    def _report_to(self, folder: Path | None) -> None:
+        raise NotImplementedError
+
 
 class StockRun(Run):
     """A run of stock modules, whose steps and all-to-alls are timed. ``setup`` is a hook for Megatron's builder."""
@@ -156,9 +174,8 @@ class StockRun(Run):
         hooks = [feature.observe for feature in self._features]
         stack.enter_context(patches.train_step_hooks([*hooks, self.recorder.observe]))
 
-    def report(self) -> None:
-        """Print and write the closing report. Collective over all ranks."""
-        self.recorder.report(None, self.config.report_dir)
+    def _report_to(self, folder: Path | None) -> None:
+        self.recorder.report(None, folder)
 
 
 class OverlappedRun(Run):
@@ -224,5 +241,7 @@ class OverlappedRun(Run):
     def report(self) -> None:
         """Print and write the closing report, unless the run only writes a file. Collective over all ranks."""
         if not self.steering.writes_only:
-            found = self.traced, self.steering, self._features
-            report_overlap(self.recorder, self.setup, self.config.report_dir, *found)
+            super().report()
+
+    def _report_to(self, folder: Path | None) -> None:
+        report_overlap(self.recorder, self.setup, folder, self.traced, self.steering, self._features)

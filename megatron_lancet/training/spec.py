@@ -8,15 +8,15 @@ until the process ends.
 import argparse
 import os
 import shlex
-from contextlib import ExitStack, suppress
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron_lancet.config import LancetConfig
-from megatron_lancet.errors import USAGE_EXIT_CODE, UsageError, exit_with_usage_error
+from megatron_lancet.config import FLAGS_VARIABLE, LancetConfig
+from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
@@ -26,11 +26,8 @@ from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
 from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.process.exit import exit_now
+from megatron_lancet.training.process.exit import refuse_now
 from megatron_lancet.training.run import choose_run, enter_run
-
-FLAGS_VARIABLE = "LANCET_FLAGS"
-"""Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
 
 
 def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = None, **inputs: Any) -> Any:
@@ -49,7 +46,7 @@ def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = 
         Megatron's own specification of the layers.
     """
     if config is None or inputs:
-        _end(
+        refuse_now(
             UsageError(
                 f"--spec {' '.join(OWN_SPEC)} is for GPT models. Start a hybrid model with pretrain_gpt_moe.py, which "
                 "overlaps --hybrid-layer-pattern without --spec."
@@ -59,7 +56,7 @@ def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = 
         if not any(isinstance(hook, _SpecRun) for hook in config.pre_wrap_hooks):
             config.pre_wrap_hooks.append(_SpecRun())
     except UsageError as error:
-        _end(error)
+        refuse_now(error)
     return default_layer_spec(config, vp_stage)
 
 
@@ -93,7 +90,7 @@ class _SpecRun:
         try:
             return self._setup(stages)
         except UsageError as error:
-            _end(error)
+            refuse_now(error)
 
 
 def _config_from_environment() -> LancetConfig:
@@ -112,10 +109,3 @@ def _device(args: argparse.Namespace) -> torch.device:
     if args.distributed_backend == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _end(error: UsageError) -> NoReturn:
-    """Ends the process with one line and without clean-up: Megatron's process groups would wait for each other."""
-    with suppress(SystemExit):
-        exit_with_usage_error(str(error))
-    exit_now(USAGE_EXIT_CODE)

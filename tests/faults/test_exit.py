@@ -1,5 +1,6 @@
 """How a rank's process ends; each case in a process of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -165,3 +166,50 @@ def test_signal_handlers_are_restored():
         PREAMBLE + "    pass\nrun_rank(main)\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "seconds_later"),
+    [
+        ("raise UsageError('expected this')", "error: expected this", 0),
+        ("raise CheckpointError('the disk is full')", "error: the disk is full", 0),
+        ("[][0]", "error: rank 0, 2 steps done, waiting for L1.c0.F.dispatch: IndexError: list index out of range", 0),
+        ("raise PeerError('rank 1 is gone')", "error: rank 1 is gone", 1),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "SIGTERM ended rank 0, 2 steps done, waiting for ", 1),
+    ],
+    ids=["refused", "checkpoint", "unexpected", "peer", "signal"],
+)
+def test_launcher_gets_the_line_and_the_time_of_the_cause(tmp_path, monkeypatch, body, line, seconds_later):
+    """torchrun reports the earliest failure as the cause: a rank that only follows another one has a later time."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    noted = tmp_path / "started"
+    ended(f"print(int(time.time()), file=open({str(noted)!r}, 'w'), flush=True)\n{body}")
+    message = json.loads(file.read_text())["message"]
+    assert message["extraInfo"]["py_callstack"] == message["message"]
+    assert message["message"].startswith(line)
+    least_s = int(noted.read_text()) + seconds_later
+    assert least_s <= int(message["extraInfo"]["timestamp"])
+
+
+def test_launcher_keeps_the_first_line_of_a_rank(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    file.write_text("earlier")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert ended("raise UsageError('expected this')").returncode == 2
+    assert file.read_text() == "earlier"
+
+
+def test_rank_that_was_asked_to_stop_does_not_repeat_the_line(monkeypatch):
+    """Its launcher stops it because local rank 0 has ended with this line; Megatron's handler only takes a note."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    body = """
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.raise_signal(signal.SIGTERM)
+        while not status.is_stopping:
+            time.sleep(0.01)
+        status.describe = None
+        raise UsageError("expected this")
+    """
+    done = ended(body)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")

@@ -94,7 +94,8 @@ def part_of(path: Path) -> str:
 def test_imports_of_packages_point_one_way(path):
     part = part_of(path)
     if part == "__init__":
-        assert imports_of(path) <= {"importlib"}
+        # To drop a warning of torch's before anything imports torch, and to find a public name when it is asked for.
+        assert imports_of(path) == {"importlib", "logging"}
         return
     used = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_lancet.")}
     assert used <= {part} | ALLOWED[part] | LEAVES

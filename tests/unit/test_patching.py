@@ -15,7 +15,7 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
-    "cli": ("sys",),  # the name and the command line of a tool
+    "cli": ("argparse", "sys"),  # the refusals of all tools are one line; their command line
     "features/checkpoints": (
         "megatron.core.dist_checkpointing",
         "megatron.core.optimizer.distrib_optimizer",

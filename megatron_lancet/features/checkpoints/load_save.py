@@ -24,9 +24,11 @@ from megatron_lancet.errors import CheckpointError, UsageError, reason_of
 from megatron_lancet.features.checkpoints.patches import watched_checkpoints
 from megatron_lancet.features.checkpoints.publish import INCOMPLETE, num_bytes_of, remove_leftover
 from megatron_lancet.runtime.collectives import from_rank_0
+from megatron_lancet.training.process.exit import is_lost_peer
 
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OTHER_SIZES = ("shape mismatch", "Missing key", "Unexpected key")
+"""Words of Megatron and torch about a checkpoint of a model with other sizes or parts."""
 
 
 def check_before_start(args: argparse.Namespace) -> None:
@@ -113,11 +115,14 @@ class Checkpoints:
                 raise
             raise CheckpointError(f"can't load the checkpoint in {self._args.load}; Megatron says why above.") from None
         except AssertionError as error:
-            raise UsageError(f"Megatron refuses the checkpoint in {self._args.load}: {_reason(error)}.") from error
+            raise UsageError(
+                f"Megatron refuses the checkpoint in {self._args.load}: {_reason(error)}.{_schedule_advice(error)}"
+            ) from error
         except (Exception, CheckpointException) as error:
             folder = _load_folder(self._args)
             raise CheckpointError(
-                f"can't load the checkpoint in {folder or self._args.load}: {_reason(error)}. {self._others(folder)}"
+                f"can't load the checkpoint in {folder or self._args.load}: {_reason(error)}. "
+                f"Nothing was changed.{self._load_advice(folder, error)}"
             ) from error
 
     def _why_not_loadable(self) -> str | None:
@@ -130,11 +135,12 @@ class Checkpoints:
             return str(error)
         return None
 
-    def _others(self, folder: Path | None) -> str:
+    def _load_advice(self, folder: Path | None, error: BaseException) -> str:
+        if any(words in str(_first_cause(error)) for words in _OTHER_SIZES):
+            return " The checkpoint is of another model: pass the flags of sizes and layers that it was saved with."
         unfit = folder and (self._args.ckpt_step or tracked_step(folder, self._format))
         steps = [step for step in complete_steps(folder, self._format) if step != unfit] if folder else []
-        another = f" Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it." if steps else ""
-        return f"Nothing was changed.{another}"
+        return f" Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it." if steps else ""
 
     def _save(self, step: int, save: Callable[[], Any]) -> Any:
         """Save, on all ranks.
@@ -156,7 +162,7 @@ class Checkpoints:
             failed_rank, failure = self._first_write_error() or ("", _first_cause(error))
         except Exception as error:
             failure = _first_cause(error)
-            if not isinstance(failure, OSError) and not _is_lost_peer(failure):
+            if not isinstance(failure, OSError) and not is_lost_peer(failure):
                 raise
         raise CheckpointError(
             f"the checkpoint of step {step} could not be saved in {folder}: {failed_rank}{_reason(failure)}. "
@@ -206,7 +212,7 @@ class Checkpoints:
 def _reason(error: BaseException) -> str:
     """The first cause of an error, in a few words."""
     cause = _first_cause(error)
-    if _is_lost_peer(cause):
+    if is_lost_peer(cause):
         return "another rank is gone"
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
@@ -214,9 +220,14 @@ def _reason(error: BaseException) -> str:
     return text if isinstance(cause, AssertionError | RuntimeError) else f"{type(cause).__name__}: {text}"
 
 
-def _is_lost_peer(cause: BaseException) -> bool:
-    """Returns whether gloo or NCCL report that another rank closed its connection."""
-    return isinstance(cause, RuntimeError) and any(words in str(cause) for words in _LOST_PEER)
+def _schedule_advice(error: BaseException) -> str:
+    """Advice for a learning rate schedule that differs from the checkpoint's; empty for other errors."""
+    if "OptimizerParamScheduler" not in str(error):
+        return ""
+    return (
+        " Pass --override-opt_param-scheduler to go on with this run's schedule, or "
+        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's."
+    )
 
 
 def _first_cause(error: BaseException) -> BaseException:

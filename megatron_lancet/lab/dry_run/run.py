@@ -28,7 +28,7 @@ from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
-from megatron_lancet.training.input_files import check_datasets, missing_files
+from megatron_lancet.training.input_files import check_datasets, check_tokenizer, missing_files
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
@@ -103,6 +103,7 @@ def _validate(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     """Validates as ``arguments.validate``, but warns of missing files, and does not set Megatron's globals."""
     arguments.check_settings(args, config)
     missing = [*missing_files(args), *missing_inputs(args)]
+    check_tokenizer(args)
     check_datasets(args)
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)

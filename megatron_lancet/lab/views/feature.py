@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.feature import ActiveFeature, Feature
+from megatron_lancet.lab.views.html import TIMELINE_PAGE
+from megatron_lancet.lab.views.trace_file import TRACE_FILE
 from megatron_lancet.lab.views.views import write_views
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.training.run import OverlappedRun, Run
@@ -13,6 +15,7 @@ class Views(Feature):
     """``timeline.html`` and ``trace.json``."""
 
     name = "views"
+    report_files = (TIMELINE_PAGE, TRACE_FILE)
 
     def start(self, run: Run) -> "ActiveViews | None":
         """Joins every run of the overlapping block."""

@@ -27,7 +27,17 @@ def add_network_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def network_of(arguments: argparse.Namespace) -> NetworkChoice:
-    """Returns the network given by the flags."""
+    """Returns the network given by the flags.
+
+    Raises:
+        UsageError: the flags describe links between nodes, and there is one node.
+    """
+    for name in ("inter_gbps", "inter_latency_us"):
+        if getattr(arguments, name) is not None and arguments.ranks_per_node is None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is about links between nodes, and all ranks are on one: pass "
+                "--ranks-per-node too, or drop it"
+            )
     return NetworkChoice(
         arguments.ranks_per_node,
         arguments.intra_gbps,

@@ -146,6 +146,12 @@ class Forecaster:
         """
         facts = self.profile.model
         ep_size = ep_size or facts.ep_size
+        per_node = self.network.ranks_per_node
+        if per_node is not None and world_size > per_node and world_size % per_node:
+            raise UsageError(
+                f"--ranks-per-node {per_node} does not divide the {world_size} ranks: every node has equally many. "
+                "Choose another number"
+            )
         layout = Layout(
             world_size=world_size,
             ep_size=ep_size,

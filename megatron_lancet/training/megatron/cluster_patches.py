@@ -1,4 +1,7 @@
-"""Replaces inputs of Megatron's validation: the cluster in a dry run, CUDA's connections in a run with a plan."""
+"""Replaces inputs of Megatron's validation: the cluster in a dry run, CUDA's connections in a run with a plan.
+
+It also leaves out the list of arguments that follows the validation.
+"""
 
 import os
 import sys
@@ -14,7 +17,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.training import arguments
 from packaging.version import Version
 
-from megatron_lancet.patching import replaced
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 
 _PERMUTATIONS = (
@@ -35,6 +38,11 @@ def any_number_of_connections() -> AbstractContextManager[None]:
     may happen during validation.
     """
     return replaced(arguments, "os", _OsWithOneConnection())
+
+
+def no_list_of_arguments() -> AbstractContextManager[None]:
+    """Keeps Megatron from printing all its arguments, 850 lines, after their validation."""
+    return around(arguments, "_print_args", lambda stock, title, args: None)
 
 
 class _OsWithOneConnection:

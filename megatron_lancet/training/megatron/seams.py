@@ -138,6 +138,7 @@ _TRAINING: tuple[Seam, ...] = (
     (parallel_state, "get_nccl_options", ("pg_name", "nccl_comm_cfgs")),
     (arguments, "add_megatron_arguments", ("parser",)),
     (arguments, "validate_args", ("args",)),
+    (arguments, "_print_args", ("title", "args")),
 )
 
 _SCHEDULES: tuple[Seam, ...] = (

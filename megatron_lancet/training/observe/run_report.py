@@ -17,14 +17,13 @@ from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
 from megatron_lancet.report.timeline_record import TimelineRecord
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import Plan, plan_without_overlap
+from megatron_lancet.training.observe.report_folder import PLAN_FILE, PROFILE_FILE
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
-
-PLAN_FILE = "plan.json"
-PROFILE_FILE = "profile.json"
 
 
 def report_overlap(
@@ -44,10 +43,11 @@ def report_overlap(
         features: the run's features, with keys, lines and files of their own.
     """
     profile = steering.profile if steering is not None else None
-    timelines = traced.gather(str(setup.plan)) if traced is not None else None
+    shown = setup.plan if traced is None or traced.last is not None else plan_without_overlap()
+    timelines = traced.gather(str(shown)) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
-        timelines = _with_prediction(timelines, setup.plan, profile)
+        timelines = _with_prediction(timelines, shown, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
     name = setup.stages[0].decoder.comm.named(setup.plan)
     recorder.report(setup.plan, folder, name, steering, table)
@@ -57,6 +57,18 @@ def report_overlap(
         for feature in features:
             for path in feature.write(folder, timelines):
                 say(f"                     {path}")
+    if traced is not None and traced.last is None:
+        say(f"Megatron-Lancet report: {_why_not_final(timelines)}")
+
+
+def _why_not_final(timelines: TimelineRecord | None) -> str:
+    """Why a run has no timeline of a step under its final plan."""
+    if timelines is None:
+        return f"no timeline: no step was traced, because the first {NUM_WARM_UP_STEPS} steps of a run never are"
+    return (
+        "the run ended before a step under its final plan: the timeline and the table are of a step without overlap, "
+        f"and {PLAN_FILE} is the plan of the last step"
+    )
 
 
 def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:

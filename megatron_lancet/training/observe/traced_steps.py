@@ -72,11 +72,15 @@ class TracedSteps:
         return step()
 
     def gather(self, title: str) -> TimelineRecord | None:
-        """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks."""
+        """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks.
+
+        Where the run ended before a step under a final plan, the step without overlap is the measured one.
+        """
+        first, last = (None, self._before) if self.last is None else (self._before, self.last)
         groups: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]
-        own = (_timeline(self._before), _timeline(self.last)) if dist.get_rank() in shown else (None, None)
+        own = (_timeline(first), _timeline(last)) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
         # By rank: in a mocked world every entry is rank 0's.

@@ -274,6 +274,16 @@ def test_plan_tools_refuse_bad_input_with_one_message(run, profile, tmp_path, to
         run(tool, *(word.format(**names) for word in argv))
 
 
+def test_alternatives_that_look_faster_have_a_reason(run, profile, tmp_path):
+    """Plans are compared by a simpler prediction than the one that is printed for the best of them."""
+    assert "by a simpler prediction" not in run("make_plan", profile, "--output", tmp_path / "plan.json")
+    write_profile(profile, shares=(0.2, 0.05, 0.15, 0.1, 0.08, 0.12, 0.14, 0.16))
+    made = run("make_plan", profile, "--output", tmp_path / "plan.json")
+    step_ms, by_simpler_ms = (float(re.search(part, made)[1]) for part in (r"step: ([\d.]+) ms", r"takes ([\d.]+) ms"))
+    listed_ms = [float(ms) for ms in re.findall(r"^ +([\d.]+) ms  ", made, re.MULTILINE)]
+    assert by_simpler_ms <= min(listed_ms) < step_ms
+
+
 @pytest.mark.parametrize(
     "argv",
     [

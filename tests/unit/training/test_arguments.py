@@ -145,6 +145,15 @@ def test_version_flag_prints_the_version(command_line, capsys):
     assert capsys.readouterr().out == f"megatron-lancet {__version__}\n"
 
 
+def test_help_of_our_flags_leaves_megatrons_out(command_line, capsys):
+    command_line("--lancet-help")
+    with pytest.raises(SystemExit, match="0"):
+        arguments.parse(features())
+    printed = capsys.readouterr().out
+    assert {"--lancet-report", "--lancet-verbose", "--lancet-tiles"} <= set(printed.split())
+    assert "--num-layers" not in printed.split()
+
+
 def test_profile_cache_defaults_to_the_users_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert TuningFlags().cache_dir == Path("/cache/megatron-lancet")
@@ -214,7 +223,7 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", __file__], "takes a folder, found the file"),
-        (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
+        (["--micro-batch-size", 1], "--hidden-size is missing"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(command_line, words, message):

@@ -363,7 +363,7 @@ REFUSED = {
     "experts": (["--num-experts", 12], r"--num-experts must be a multiple .* 12 experts on 8"),
     "stage": (["--lancet-world-size", 4], r"must divide the ranks of a pipeline stage; there are 4 ranks"),
     "layers": (["--num-layers", 30], r"divisible by the pipeline-model-parallel size"),
-    "heads": (["--num-attention-heads", 31], r"Megatron refuses the arguments: "),
+    "heads": (["--num-attention-heads", 31], "--hidden-size 4096 is no multiple of --num-attention-heads 31"),
     "batch": (["--lancet-world-size", 96], r"Megatron refuses the arguments: .*256"),
     "width": (
         ["--tensor-model-parallel-size", 2, "--ffn-hidden-size", 14337],
