@@ -5,6 +5,7 @@ gathered, or made on rank 0 and broadcast. No rank decides by its own clock.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -16,12 +17,16 @@ import torch.distributed as dist
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Steering
 from megatron_lancet.features.tuning.controller import PlanningFailed, TuningController, TuningState
+from megatron_lancet.features.tuning.pay_off import PayOff
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.features.tuning.report import tuning_text
+from megatron_lancet.features.tuning.race import has_kernel
+from megatron_lancet.features.tuning.report import speed_up, tuning_text
 from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron import checkpoint_patches
@@ -46,6 +51,7 @@ class AutoTune(Steering):
         maker: ProfilingPlanMaker,
         short_run_plan: Plan,
         device: torch.device,
+        clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
@@ -53,6 +59,7 @@ class AutoTune(Steering):
             setup: switchable; its model starts with the plan without overlap.
             short_run_plan: runs where the training ends before tuning would.
             device: holds the small tensors that the ranks exchange.
+            clock_s: seconds; for what tuning cost, on which no decision depends.
         """
         self._args = args
         self._controller = controller
@@ -61,6 +68,9 @@ class AutoTune(Steering):
         self._maker = maker
         self._short_run_plan = short_run_plan
         self._device = device
+        self._clock_s = clock_s
+        self._pay_off = PayOff()
+        self._tuned_steps: list[list[int]] = []
         self._from_checkpoint: str | None = None
         self._made_for: dict[str, str] = {}
         self._started = False
@@ -84,6 +94,22 @@ class AutoTune(Steering):
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Runs a training step; then profiles, plans or switches as the state of tuning requires."""
+        start_s, iteration = self._clock_s(), int(self._args.curr_iteration) + 1
+        is_settled = self._started and self.is_settled()
+        result = self._observe(step)
+        if not is_settled:
+            self._note_tuned(iteration)
+        self._pay_off.add(iteration, (self._clock_s() - start_s) * 1e3, self._controller.compared, is_settled)
+        return result
+
+    def _note_tuned(self, iteration: int) -> None:
+        """Adds a step to the ranges of steps that tuning used."""
+        if self._tuned_steps and self._tuned_steps[-1][1] == iteration - 1:
+            self._tuned_steps[-1][1] = iteration
+        else:
+            self._tuned_steps.append([iteration, iteration])
+
+    def _observe(self, step: Callable[[], Any]) -> Any:
         if not self._started:
             self._started = True
             self._start()
@@ -114,6 +140,12 @@ class AutoTune(Steering):
             "baseline": _asdict(controller.baseline),
             "predicted": _asdict(controller.prediction),
             "chosen": _asdict(controller.chosen),
+            "compared": _asdict(controller.compared),
+            "kernel_gain": controller.kernel_gain,
+            "overlaps": controller.won is not None and not controller.won.overlaps_nothing,
+            "has_kernel": controller.won is not None and has_kernel(controller.won),
+            "steps": self._tuned_steps,
+            "pay_off": None if controller.compared is None else self._pay_off.as_text(controller.compared),
             "lines": controller.lines,
         }
         return {_KEY: found}
@@ -121,6 +153,15 @@ class AutoTune(Steering):
     def lines(self, report: Mapping[str, Any]) -> Sequence[str]:
         """The lines on how the plan was found."""
         return tuning_text(report[_KEY])
+
+    def speed_up(self, report: Mapping[str, Any]) -> str:
+        """What tuning has brought."""
+        return speed_up(report[_KEY])
+
+    @property
+    def compared(self) -> Compared | None:
+        """See the class of the protocol."""
+        return self._controller.compared
 
     def _start(self) -> None:
         """Decides how to begin, in the first step: by then a checkpoint may have been loaded."""
@@ -137,7 +178,7 @@ class AutoTune(Steering):
         num_needed = controller.num_steps_to_plan(self._maker.num_steps())
         if num_left < num_needed:
             self._how = f"fixed, because {num_left} steps are too few to find one: {num_needed} are needed"
-            self._act(controller.give_up(self._short_run_plan, f"{self._short_run_plan} ({self._how})"))
+            self._act(controller.give_up(self._short_run_plan, f"{plan_text(self._short_run_plan)} ({self._how})"))
             return
         controller.note(f"tunes during the first {num_needed} steps, starting without overlap")
 
@@ -150,7 +191,7 @@ class AutoTune(Steering):
         misfit = tuned.misfit(self._made_for)
         if misfit is not None:
             return None, f"the checkpoint's plan was made for another run: {misfit}: tuning anew"
-        return tuned, f"{tuned.plan}, from the checkpoint: {tuned.chosen} when it was chosen"
+        return tuned, f"{plan_text(tuned.plan)}, from the checkpoint: {tuned.chosen} when it was chosen"
 
     def _profile_on(self) -> None:
         """Continues the profile, or makes a plan when it is complete."""
@@ -226,5 +267,5 @@ class AutoTune(Steering):
         return steps_of_run([[StepTimes(*step) for step in rank.tolist()] for rank in ranks])
 
 
-def _asdict(stats: StepStats | StepEstimate | None) -> dict[str, Any] | None:
+def _asdict(stats: StepStats | StepEstimate | Compared | None) -> dict[str, Any] | None:
     return None if stats is None else asdict(stats)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import simplicity_of_order
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.training.observe.step_stats import (
     MIN_NOISE_SHARE,
@@ -45,6 +47,10 @@ class Candidate:
 
     def __str__(self) -> str:
         return self.name or str(self.plan)
+
+    def in_words(self) -> str:
+        """Its name; the plan in words and as text if it has none."""
+        return self.name or plan_text(self.plan)
 
 
 @dataclass
@@ -101,10 +107,15 @@ class Race:
 
     def gain_of(self, candidate: Candidate | None) -> float | None:
         """How many times as fast as no overlap a candidate is, in turns that both had; None if it has none."""
-        if candidate is None:
-            return None
+        compared = None if candidate is None else self.compared(candidate)
+        return None if compared is None else compared.gain
+
+    def compared(self, candidate: Candidate) -> Compared | None:
+        """A candidate and no overlap in turns that both had; None if it has none."""
         ours, stocks = self._in_same_turns(self._entries[candidate.plan])
-        return stocks.step_ms / ours.step_ms if ours is not None and stocks is not None else None
+        if ours is None or stocks is None:
+            return None
+        return Compared(stocks.step_ms, ours.step_ms, stocks.exposed_ms, ours.exposed_ms, int(ours.num_steps))
 
     def _in_same_turns(self, entry: _Entry) -> tuple[StepStats | None, StepStats | None]:
         """The first steps of a candidate, and as many without overlap."""

@@ -16,6 +16,8 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
+from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.report.summary import about
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
@@ -44,18 +46,24 @@ def report_overlap(
         features: the run's features, with keys, lines and files of their own.
     """
     profile = steering.profile if steering is not None else None
-    timelines = traced.gather(str(setup.plan)) if traced is not None else None
+    name = setup.stages[0].decoder.comm.named(setup.plan)
+    timelines = traced.gather(plan_text(setup.plan, name)) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
         timelines = _with_prediction(timelines, setup.plan, profile)
-        table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    name = setup.stages[0].decoder.comm.named(setup.plan)
-    recorder.report(setup.plan, folder, name, steering, table)
+        parts = timelines.measured, timelines.predicted, timelines.before, timelines.reasons
+        table = exposed_table(*parts, step=timelines.step)
+    report = recorder.report(setup.plan, folder, name, steering, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")
+        if timelines is None:
+            say("                     no timeline: the run ended before a step of its final plan was traced")
+        elif report:
+            compared = steering.compared if steering is not None else None
+            timelines = replace(timelines, about=about(report["run"]), compared=compared)
         for feature in features:
-            for path in feature.write(folder, timelines):
+            for path in feature.write(folder, timelines, report):
                 say(f"                     {path}")
 
 

@@ -17,6 +17,7 @@ from megatron_lancet.features.tuning.controller import (
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired, plan_without_overlap
@@ -156,7 +157,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     run = Run(train_iters=resumed_at + 48, resumed_at=resumed_at)
     assert run.steps(48) == [SHORT] * 48
     why = "fixed, because 48 steps are too few to find one: 49 are needed"
-    assert lines(capsys) == [f"{SHORT} ({why})"]
+    assert lines(capsys) == [f"{plan_text(SHORT)} ({why})"]
     assert run.tuner.summary()["tuning"]["how"] == why
     assert run.args.lancet_tuned_plan is None
 
@@ -168,7 +169,7 @@ def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
     assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
-    assert lines(capsys)[0].startswith("chunks=1 dim=batch range=stack dw=none dw-window=0 paired, from the checkpoint")
+    assert lines(capsys)[0].startswith(f"{plan_text(PAIRED)}, from the checkpoint")
 
 
 def test_autotune_survives_a_failing_planner(capsys):
@@ -182,7 +183,7 @@ def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
     run = Run(train_iters=5, saved=SAVED.to_json())
     assert run.steps(9) == [PROFILED] * 9
     assert lines(capsys)[0] == (
-        f"{PROFILED}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
+        f"{plan_text(PROFILED)}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
     )
     assert run.tuner.summary()["tuning"]["how"] == "taken from the checkpoint"
     assert run.tuner.summary()["tuning"]["baseline"]["step_ms"] == 100
