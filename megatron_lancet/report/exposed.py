@@ -30,9 +30,9 @@ class ExposedMessage:
     reason: str | None
 
     def why(self) -> str:
-        """The reason, where the prediction has most of the wait; otherwise how much it has."""
+        """The planner's reason, where it predicts most of the wait; otherwise how much it predicts."""
         if self.predicted_ms is not None and self.predicted_ms < self.measured_ms / 2:
-            return f"of which the plan explains {self.predicted_ms:.2f} ms"
+            return f"{self.predicted_ms:.2f} ms predicted"
         return self.reason or ""
 
 

@@ -37,6 +37,8 @@ from megatron_lancet.training.process.console import say
 
 _KEY = "tuning"
 """In report.json."""
+_TUNING = (TuningState.WARM_UP, TuningState.BASELINE, TuningState.PROFILE, TuningState.RACE)
+"""States of steps that a run under a fixed plan would not have."""
 
 
 class AutoTune(Steering):
@@ -94,12 +96,23 @@ class AutoTune(Steering):
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Runs a training step; then profiles, plans or switches as the state of tuning requires."""
-        start_s, iteration = self._clock_s(), int(self._args.curr_iteration) + 1
-        is_settled = self._started and self.is_settled()
-        result = self._observe(step)
-        if not is_settled:
+        if not self._started:
+            self._started = True
+            self._start()
+            self._say()
+        start_s, iteration, controller = self._clock_s(), int(self._args.curr_iteration) + 1, self._controller
+        tunes = controller.state in _TUNING
+        if controller.state is TuningState.PROFILE:
+            result = self._maker.run_step(step)
+            self._profile_on()
+        else:
+            result = step()
+            if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
+                self._act(controller.decide(self._measured()))
+        self._say()
+        if tunes:
             self._note_tuned(iteration)
-        self._pay_off.add(iteration, (self._clock_s() - start_s) * 1e3, self._controller.compared, is_settled)
+        self._pay_off.add(iteration, (self._clock_s() - start_s) * 1e3, controller.compared, not tunes)
         return result
 
     def _note_tuned(self, iteration: int) -> None:
@@ -108,22 +121,6 @@ class AutoTune(Steering):
             self._tuned_steps[-1][1] = iteration
         else:
             self._tuned_steps.append([iteration, iteration])
-
-    def _observe(self, step: Callable[[], Any]) -> Any:
-        if not self._started:
-            self._started = True
-            self._start()
-            self._say()
-        if self._controller.state is TuningState.PROFILE:
-            result = self._maker.run_step(step)
-            self._profile_on()
-        else:
-            result = step()
-            controller = self._controller
-            if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
-                self._act(controller.decide(self._measured()))
-        self._say()
-        return result
 
     def is_settled(self) -> bool:
         """Whether the present step runs by the plan that the run has chosen to keep."""

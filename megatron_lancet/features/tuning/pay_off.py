@@ -54,9 +54,9 @@ class PayOff:
             compared: the measured steps.
         """
         cost_s = self.cost_ms / 1e3
+        if self.cost_ms <= 0 <= self.balance_ms:
+            return "tuning cost no time: its steps were no slower than without overlap"
         if self.since_step is not None:
-            if self.cost_ms <= 0:
-                return "tuning cost no time: its steps were no slower than without overlap"
             return f"tuning cost {cost_s:.1f} s and had paid for itself after step {self.since_step:,}"
         saved_ms = compared.no_overlap_ms - compared.own_ms
         if saved_ms <= 0:

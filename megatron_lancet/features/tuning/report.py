@@ -20,7 +20,7 @@ def tuning_text(tuning: Mapping[str, Any]) -> list[str]:
     lines = [f"tuning             {tuning['how']}{again}"]
     for name, title in _NAMES.items():
         figures = tuning[name]
-        if figures is not None:
+        if figures is not None and not (name == "chosen" and figures == tuning["baseline"]):
             lines.append(
                 f"  {title:<17}{figures['step_ms']:.1f} ms a step, {figures['exposed_ms']:.1f} ms of it exposed"
             )

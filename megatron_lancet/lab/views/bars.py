@@ -23,20 +23,26 @@ def step_bars(record: TimelineRecord) -> str:
         source = "one traced step each"
     else:
         return ""
-    longest = max(stock[0], own[0])
-    bars = "".join(
-        f"<span>{html.escape(name)}</span>{_bar(step_ms, exposed_ms, longest)}"
-        for name, (step_ms, exposed_ms) in (("without overlap", stock), ("under the plan", own))
-    )
+    if stock == own:
+        shares = f"{stock[0]:.1f} ms a step, {100 * stock[1] / stock[0]:.0f} % of it waiting (striped)"
+        return f"{_bars([('without overlap', stock)])}<p>No plan was faster than no overlap: {shares}, {source}.</p>"
+    bars = _bars([("without overlap", stock), ("under the plan", own)])
     gain = f"<strong>{stock[0] / own[0]:.2f}x as fast as without overlap</strong>: {stock[0]:.1f} ms a step without "
     gain += f"overlap, {100 * stock[1] / stock[0]:.0f} % of it waiting (striped); {own[0]:.1f} ms under the plan, "
-    return f'<div id="bars">{bars}</div>\n  <p>{gain}{100 * own[1] / own[0]:.0f} % ({source}).</p>'
+    return f"{bars}<p>{gain}{100 * own[1] / own[0]:.0f} % ({source}).</p>"
 
 
 def _step(timelines: Sequence[RankTimeline]) -> tuple[float, float]:
     """Step and exposed time in ms."""
     exposed_ms = statistics.fmean(timeline.exposed_ms() for timeline in timelines)
     return max(timeline.step_ms for timeline in timelines), exposed_ms
+
+
+def _bars(steps: Sequence[tuple[str, tuple[float, float]]]) -> str:
+    """The bars of named steps, each of step and exposed time in ms."""
+    longest_ms = max(step_ms for _, (step_ms, _) in steps)
+    rows = "".join(f"<span>{html.escape(name)}</span>{_bar(*times, longest_ms)}" for name, times in steps)
+    return f'<div id="bars">{rows}</div>\n  '
 
 
 def _bar(step_ms: float, exposed_ms: float, longest_ms: float) -> str:

@@ -86,6 +86,7 @@ def _chart(
     first, last = points[0].iteration, points[-1].iteration + points[-1].num_steps - 1
     x = lambda step: _LEFT + (step - first) / max(last - first, 1) * (_WIDTH - _LEFT - 10)  # noqa: E731
     y = lambda value: _HEIGHT - _BOTTOM - min(value, top) / top * (_HEIGHT - _BOTTOM - _TOP)  # noqa: E731
+    digits = 0 if top >= 2 * _NUM_TICKS else 2
     parts = []
     for begin, end in tuned:
         left, right = x(begin - 0.5), x(end + 0.5)
@@ -97,7 +98,7 @@ def _chart(
         value = top * tick / _NUM_TICKS
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-            f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g} {unit}</text>'
+            f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:,.{digits}f} {unit}</text>'
         )
     path = " ".join(f"{x(point.iteration):.1f},{y(value):.1f}" for point, value in zip(points, values, strict=True))
     parts.append(f'<polyline class="{name}" points="{path}"/>')

@@ -69,7 +69,7 @@ def test_exposed_text_sums_layers_and_sorts_by_wait():
     assert lines[-4] == "  of it 3.50 for messages of forwards, 3.00 for messages of backwards"
     assert lines[-3] == "  of it by message: dispatch 6.00, combine 0.50, gather 0.50"
     assert lines[-2] == "  L1.c0.F.dispatch: 3.00 ms, everything else depends on it"
-    assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, of which the plan explains 0.00 ms"
+    assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, 0.00 ms predicted"
 
 
 def test_exposed_text_of_a_fixed_plan_has_no_empty_columns():
