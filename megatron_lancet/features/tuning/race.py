@@ -55,12 +55,13 @@ class Candidate:
 
 @dataclass
 class _Entry:
-    """A candidate and its measured steps."""
+    """A candidate and its measured steps; a late one ran when no overlap was out."""
 
     candidate: Candidate
     steps: list[StepTimes] = field(default_factory=list)
     num_turns: int = 0
     has_run: bool = False
+    is_late: bool = False
 
     @property
     def stats(self) -> StepStats:
@@ -111,11 +112,13 @@ class Race:
         return None if compared is None else compared.gain
 
     def compared(self, candidate: Candidate) -> Compared | None:
-        """A candidate and no overlap in turns that both had; None if it has none."""
-        ours, stocks = self._in_same_turns(self._entries[candidate.plan])
+        """A candidate and as many steps without overlap; None if it has none."""
+        entry = self._entries[candidate.plan]
+        ours, stocks = self._in_same_turns(entry)
         if ours is None or stocks is None:
             return None
-        return Compared(stocks.step_ms, ours.step_ms, stocks.exposed_ms, ours.exposed_ms, int(ours.num_steps))
+        exposed_ms = stocks.exposed_ms, ours.exposed_ms
+        return Compared(stocks.step_ms, ours.step_ms, *exposed_ms, int(ours.num_steps), not entry.is_late)
 
     def _in_same_turns(self, entry: _Entry) -> tuple[StepStats | None, StepStats | None]:
         """The first steps of a candidate, and as many without overlap."""
@@ -202,7 +205,7 @@ class Race:
             return
         if own.step_ms > stock.step_ms + step_noise_ms(stock, own):
             return
-        self._entries[with_it] = _Entry(Candidate(with_it))
+        self._entries[with_it] = _Entry(Candidate(with_it), is_late=True)
         winner.num_turns = 0
         self._queue.append(self._entries[with_it])
         self._lines.append(

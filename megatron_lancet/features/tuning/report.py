@@ -44,11 +44,12 @@ def speed_up(tuning: Mapping[str, Any]) -> str:
     if tuning["overlaps"]:
         alone = tuning["kernel_gain"]
         kernel = f"; the attention kernel alone gave {alone:.2f}x" if alone is not None and tuning["has_kernel"] else ""
-        return f"{compared.gain:.2f}x faster than without overlap on this machine ({figures}{kernel})"
+        than = "faster than" if compared.gain >= 1 else "as fast as"
+        return f"{compared.gain:.2f}x {than} without overlap on this machine ({figures}{kernel})"
     slower = "no plan with overlap was faster than without overlap on this machine by more than the noise"
     if tuning["has_kernel"]:
         return f"{slower}; the fused attention kernel made it {compared.gain:.2f}x faster ({figures})"
     return (
         f"{slower} ({compared.no_overlap_ms:.0f} ms a step, exposed {100 * compared.no_overlap_share:.0f} %; measured "
-        f"in turns, n={compared.num_steps})"
+        f"{compared.how}, n={compared.num_steps})"
     )

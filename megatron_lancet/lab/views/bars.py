@@ -17,7 +17,7 @@ def step_bars(record: TimelineRecord) -> str:
     if compared is not None:
         stock = compared.no_overlap_ms, compared.no_overlap_exposed_ms
         own = compared.own_ms, compared.own_exposed_ms
-        source = f"medians of {compared.num_steps} steps each, measured in turns"
+        source = f"medians of {compared.num_steps} steps each, measured {compared.how}"
     elif record.before and record.measured:
         stock, own = _step(record.before), _step(record.measured)
         source = "one traced step each"

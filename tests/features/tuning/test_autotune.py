@@ -16,7 +16,9 @@ from megatron_lancet.features.tuning.controller import (
 )
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
+from megatron_lancet.files import to_plain
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.report.compared import Compared
 from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
@@ -133,9 +135,7 @@ def test_autotune_says_what_it_has_brought():
     run.steps(3 + 2 + 2 + 14)
     summary = run.tuner.summary()["tuning"]
     assert summary["steps"] == [[1, 21]]
-    assert summary["compared"] == {
-        **{"no_overlap_ms": 100, "own_ms": 80, "no_overlap_exposed_ms": 5, "own_exposed_ms": 5, "num_steps": 4}
-    }
+    assert summary["compared"] == to_plain(Compared(100, 80, 5, 5, 4))
     assert run.tuner.speed_up({"tuning": summary}) == (
         "1.25x faster than without overlap on this machine (100 ms -> 80 ms a step, exposed 5 % -> 6 %; measured in "
         "turns, n=4)"

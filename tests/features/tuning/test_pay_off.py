@@ -1,5 +1,7 @@
 """The sentence of a run's gain, and when tuning had paid for itself."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_lancet.features.tuning.controller import NO_OVERLAP
@@ -92,6 +94,18 @@ def test_the_lines_on_tuning_end_with_its_cost():
     values = {"how": "planned", "num_plans": 1, "baseline": None, "predicted": None, "chosen": None}
     assert tuning_text({**values, "pay_off": "tuning cost 1.0 s"})[-1] == "  tuning cost 1.0 s"
     assert len(tuning_text({**values, "pay_off": None})) == 1
+
+
+def test_a_plan_that_joins_late_did_not_run_in_turns():
+    kernel = Candidate(replace(NO_OVERLAP.plan, fused_attention=True))
+    with_it = Candidate(replace(fixed_plan(2), fused_attention=True))
+    race = Race([NO_OVERLAP, kernel, Candidate(fixed_plan(2))], NO_OVERLAP, kernel)
+    step_ms = {NO_OVERLAP.plan: 200.0, kernel.plan: 180.0, fixed_plan(2): 150.0, with_it.plan: 120.0}
+    while race.winner is None:
+        race.turn_done([StepTimes(step_ms[race.plan], 0.0, 0.0)] * 2)
+    compared = race.compared(with_it)
+    assert compared == Compared(200.0, 120.0, 0.0, 0.0, 4, in_turns=False)
+    assert compared.figures().endswith("measured one after the other, n=4")
 
 
 def test_a_race_compares_as_many_steps_of_each():
