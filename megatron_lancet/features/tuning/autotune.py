@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Steering
-from megatron_lancet.features.tuning.controller import PlanningFailed, TuningController, TuningState
+from megatron_lancet.features.tuning.controller import NO_OVERLAP, PlanningFailed, TuningController, TuningState
 from megatron_lancet.features.tuning.pay_off import PayOff
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.race import has_kernel
@@ -26,7 +26,7 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.report.compared import Compared
-from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.report.plan_words import plan_in_words, plan_text
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron import checkpoint_patches
@@ -129,6 +129,7 @@ class AutoTune(Steering):
     def summary(self) -> Mapping[str, Any]:
         """How the plan was found, see :func:`~megatron_lancet.features.tuning.report.tuning_text`."""
         controller = self._controller
+        won = controller.won
         how = self._how if controller.settled else f"not finished: the run ended during {controller.state}"
         found = {
             "stage": controller.state.value,
@@ -139,8 +140,9 @@ class AutoTune(Steering):
             "chosen": _asdict(controller.chosen),
             "compared": _asdict(controller.compared),
             "kernel_gain": controller.kernel_gain,
-            "overlaps": controller.won is not None and not controller.won.overlaps_nothing,
-            "has_kernel": controller.won is not None and has_kernel(controller.won),
+            "overlaps": won is not None and not won.overlaps_nothing,
+            "won_by": plan_in_words(won).removeprefix(plan_in_words(NO_OVERLAP.plan)).removeprefix(", ") if won else "",
+            "has_kernel": won is not None and has_kernel(won),
             "steps": self._tuned_steps,
             "pay_off": None if controller.compared is None else self._pay_off.as_text(controller.compared),
             "lines": controller.lines,

@@ -32,8 +32,8 @@ def speed_up(tuning: Mapping[str, Any]) -> str:
 
     Args:
         tuning: as for :func:`tuning_text`; ``compared`` with the measured steps, None without these; ``overlaps``,
-            whether the plan that won overlaps anything, ``has_kernel``, whether it has the attention kernel, and
-            ``kernel_gain`` of that kernel alone.
+            whether the plan that won overlaps anything, and ``won_by``, what else makes it differ from stock, in words;
+            ``has_kernel``, whether it has the attention kernel, and ``kernel_gain`` of that kernel alone.
     """
     if tuning["compared"] is None:
         before = tuning["baseline"]
@@ -46,9 +46,10 @@ def speed_up(tuning: Mapping[str, Any]) -> str:
         kernel = f"; the attention kernel alone gave {alone:.2f}x" if alone is not None and tuning["has_kernel"] else ""
         than = "faster than" if compared.gain >= 1 else "as fast as"
         return f"{compared.gain:.2f}x {than} without overlap on this machine ({figures}{kernel})"
-    slower = "no plan with overlap was faster than without overlap on this machine by more than the noise"
-    if tuning["has_kernel"]:
-        return f"{slower}; the fused attention kernel made it {compared.gain:.2f}x faster ({figures})"
+    if tuning["won_by"]:
+        won_by = tuning["won_by"]
+        return f"{compared.gain:.2f}x faster than stock on this machine by {won_by}, without overlap ({figures})"
+    slower = "no plan was faster than without overlap on this machine by more than the noise"
     return (
         f"{slower} ({compared.no_overlap_ms:.0f} ms a step, exposed {100 * compared.no_overlap_share:.0f} %; measured "
         f"{compared.how}, n={compared.num_steps})"

@@ -27,7 +27,7 @@ def step_bars(record: TimelineRecord) -> str:
         shares = f"{stock[0]:.1f} ms a step, {100 * stock[1] / stock[0]:.0f} % of it waiting (striped)"
         return f"{_bars([('without overlap', stock)])}<p>No plan was faster than no overlap: {shares}, {source}.</p>"
     bars = _bars([("without overlap", stock), ("under the plan", own)])
-    gain = f"<strong>{stock[0] / own[0]:.2f}x as fast as without overlap</strong>: {stock[0]:.1f} ms a step without "
+    gain = f"<strong>{stock[0] / own[0]:.2f}x as fast</strong>: {stock[0]:.1f} ms a step without "
     gain += f"overlap, {100 * stock[1] / stock[0]:.0f} % of it waiting (striped); {own[0]:.1f} ms under the plan, "
     return f"{bars}<p>{gain}{100 * own[1] / own[0]:.0f} % ({source}).</p>"
 

@@ -1,11 +1,13 @@
 """How a run begins, and what it says, without other ranks: a fixed plan, a checkpoint's, or tuning."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.tuning import autotune
 from megatron_lancet.features.tuning.autotune import AutoTune
 from megatron_lancet.features.tuning.controller import (
@@ -136,6 +138,7 @@ def test_autotune_says_what_it_has_brought():
     summary = run.tuner.summary()["tuning"]
     assert summary["steps"] == [[1, 21]]
     assert summary["compared"] == to_plain(Compared(100, 80, 5, 5, 4))
+    assert (summary["overlaps"], summary["has_kernel"]) == (True, False)
     assert run.tuner.speed_up({"tuning": summary}) == (
         "1.25x faster than without overlap on this machine (100 ms -> 80 ms a step, exposed 5 % -> 6 %; measured in "
         "turns, n=4)"
@@ -143,6 +146,22 @@ def test_autotune_says_what_it_has_brought():
     assert summary["pay_off"] == "tuning cost no time: its steps were no slower than without overlap"
     run.steps(4)
     assert run.tuner.summary()["tuning"]["steps"] == [[1, 21]]
+
+
+def test_autotune_says_what_won_without_overlap(monkeypatch):
+    plain = plan_without_overlap()
+    quick = replace(plain, dispatch=DEDUP, fused_attention=True)
+    monkeypatch.setattr(Maker, "make", lambda self: planned(quick))
+    monkeypatch.setitem(Run.STEP_MS, quick, 50.0)
+    run = Run()
+    run.steps(3 + 2 + 2 + 14)
+    summary = run.tuner.summary()["tuning"]
+    assert (summary["overlaps"], summary["won_by"]) == (False, "one row per token and rank, fused attention")
+    assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster than stock on this machine by one row per")
+    monkeypatch.setitem(Run.STEP_MS, quick, 150.0)
+    slower = Run()
+    slower.steps(3 + 2 + 2 + 14)
+    assert slower.tuner.summary()["tuning"]["won_by"] == ""
 
 
 def test_autotune_says_why_it_compared_nothing():

@@ -95,7 +95,7 @@ function drawEnd(context, group, width, view, scale) {
   context.fillStyle = INK.fills[DIM];
   context.fillRect(left, row.y, right - left, row.height);
   const room = right - left - 8;
-  const text = ["gradient reduction, optimizer", "reduction, optimizer"].find((one) => one.length * CHARACTER_PX <= room);
+  const text = ["gradient reduction, optimizer", "reduction, optimizer", "end of step"].find((one) => one.length * CHARACTER_PX <= room);
   if (!text) return;
   context.fillStyle = INK.quiet;
   context.fillText(text, left + 4, row.y + row.height / 2 + 0.5);

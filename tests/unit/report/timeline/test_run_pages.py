@@ -69,7 +69,7 @@ def test_run_page_is_closed_to_texts_and_networks(tmp_path):
 
 def test_bars_show_both_steps_and_the_speed_up():
     text = step_bars(replace(steps.record(), compared=COMPARED))
-    assert "1.42x as fast as without overlap</strong>: 744.0 ms a step without overlap, 50 % of it waiting" in text
+    assert "1.42x as fast</strong>: 744.0 ms a step without overlap, 50 % of it waiting" in text
     assert "523.0 ms under the plan, 10 % (medians of 10 steps each, measured in turns)" in text
     widths = [float(part.split("%")[0]) for part in text.split("width:")[1:]]
     assert widths == pytest.approx([50, 50, 100 * 470.7 / 744, 100 * 52.3 / 744], abs=0.01)
