@@ -176,10 +176,11 @@ class ActiveFeature:
         """Lines of the closing report, from the values in it; on rank 0."""
         return ()
 
-    def write(self, folder: Path, steps: Any) -> Sequence[Path]:
+    def write(self, folder: Path, steps: Any, report: Mapping[str, Any]) -> Sequence[Path]:
         """Writes files of ``--lancet-report`` on rank 0.
 
         Args:
+            report: the content of ``report.json``.
             steps: the traced steps, a :class:`~megatron_lancet.report.timeline_record.TimelineRecord`; None if no step
                 was traced.
         """
@@ -194,6 +195,8 @@ class Steering(ActiveFeature):
     Attributes:
         writes_only: whether the run ends with a file and without a report.
         profile: the profile behind the plan, on rank 0; None without one.
+        compared: steps under the plan and without overlap, a :class:`~megatron_lancet.report.compared.Compared`; None
+            where no steps without overlap were measured.
     """
 
     writes_only = False
@@ -202,6 +205,15 @@ class Steering(ActiveFeature):
     def profile(self) -> "Profile | None":
         """See the class."""
         return None
+
+    @property
+    def compared(self) -> Any:
+        """See the class."""
+        return None
+
+    def speed_up(self, report: Mapping[str, Any]) -> str:
+        """The first sentence of the closing report, from the values in it: what the plan has brought."""
+        return "the plan was fixed, so nothing was measured without overlap to compare it with"
 
     def is_settled(self) -> bool:
         """Whether the run has its final plan; the same on all ranks."""

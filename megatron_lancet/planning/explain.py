@@ -42,11 +42,11 @@ class Reason(StrEnum):
 
 _IN_WORDS = {
     Reason.DEPENDENCY: "all remaining work needs a message that has not arrived",
-    Reason.NO_DW: "the plan does not defer weight gradients, and the other chunks also wait",
+    Reason.NO_DW: "the plan does not defer weight gradients, and nothing else is ready to run",
     Reason.NOTHING_LEFT: "every weight gradient that was ready has run",
     Reason.MEMORY: "the work that would fill the gap does not fit into memory",
     Reason.LINK: "the link is the bottleneck: it is busy with earlier messages, or for longer than compute takes",
-    Reason.PEER: "another rank sends its part late: it has more rows to compute",
+    Reason.PEER: "another rank sends its part late",
     Reason.COUNTS: "the host waits for token counts, and the device has run all that was launched before",
 }
 

@@ -21,13 +21,19 @@ class ExposedMessage:
 
     Attributes:
         predicted_ms: prediction of the cost model; None without one.
-        reason: reason why the message could not be hidden; None if unknown.
+        reason: reason why the planner could not hide the message; None if unknown.
     """
 
     op: str
     measured_ms: float
     predicted_ms: float | None
     reason: str | None
+
+    def why(self) -> str:
+        """The planner's reason, where it predicts most of the wait; otherwise how much it predicts."""
+        if self.predicted_ms is not None and self.predicted_ms < self.measured_ms / 2:
+            return f"{self.predicted_ms:.2f} ms predicted"
+        return self.reason or ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class ExposedTable:
         before_ms: time under the previous plan; None without one.
         chunks: chunks by layer, those outside the layers last, then by chunk number.
         weight_grads: how much of the step's weight gradients ran during messages; None if it had none of their own.
+        step: number of the traced step; None if unknown.
+        step_ms: its time on the slowest rank; None if unknown.
     """
 
     measured_ms: float
@@ -66,10 +74,13 @@ class ExposedTable:
     before_ms: float | None
     chunks: tuple[ExposedChunk, ...]
     weight_grads: HiddenDws | None = None
+    step: int | None = None
+    step_ms: float | None = None
 
     def as_text(self) -> str:
         """Returns a table with a line for each layer and chunk, weight gradients, and reasons, longest wait first."""
         table = [["layer", "chunk", "before", "now", "predicted"]]
+        shown = [0, 1, *([2] if self.before_ms is not None else []), 3, *([4] if self.predicted_ms is not None else [])]
         for layer in dict.fromkeys(chunk.layer for chunk in self.chunks):
             parts = [chunk for chunk in self.chunks if chunk.layer == layer]
             label = "other" if layer is None else str(layer)
@@ -80,13 +91,22 @@ class ExposedTable:
                 number = "-" if part.chunk is None else str(part.chunk)
                 table.append(_line(label, number, part.before_ms, part.measured_ms, part.predicted_ms))
         table.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
-        lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
+        cells, widths = [[row[column] for column in shown] for row in table], [(7, 5, 9, 9, 9)[at] for at in shown]
+        lines = [f"  {line}" for line in right_aligned(cells, widths, " ")]
         forward_ms, backward_ms = self.measured_in(Phase.FORWARD), self.measured_in(Phase.INPUT_GRAD)
         lines.append(f"  of it {forward_ms:.2f} for messages of forwards, {backward_ms:.2f} for messages of backwards")
         by_kind = ", ".join(f"{kind} {ms:.2f}" for kind, ms in self.measured_by_kind().items())
         lines += [f"  of it by message: {by_kind}"] if by_kind else []
         hidden = [] if self.weight_grads is None else [f"  {self.weight_grads.as_text()}"]
-        return "\n".join(["exposed ms per step, mean over ranks", *lines, *hidden, *self._reasons()])
+        return "\n".join([self._title(), *lines, *hidden, *self._reasons()])
+
+    def _title(self) -> str:
+        if self.step is None or self.step_ms is None:
+            return "exposed ms per step, mean over ranks"
+        return (
+            f"exposed ms of traced step {self.step}, which took {self.step_ms:.1f} ms (one step; the figures above are "
+            "medians), mean over ranks"
+        )
 
     def measured_in(self, phase: Phase) -> float:
         """Time that compute waited for the messages of a phase."""
@@ -106,7 +126,7 @@ class ExposedTable:
         messages = [message for chunk in self.chunks for message in chunk.messages if message.reason is not None]
         messages.sort(key=lambda message: -message.measured_ms)
         for message in messages[:_MAX_REASONS]:
-            yield f"  {message.op}: {message.measured_ms:.2f} ms, {message.reason}"
+            yield f"  {message.op}: {message.measured_ms:.2f} ms, {message.why()}"
         if len(messages) > _MAX_REASONS:
             yield f"  and {len(messages) - _MAX_REASONS} more"
 
@@ -116,6 +136,7 @@ def exposed_table(
     predicted: Sequence[RankTimeline] = (),
     before: Sequence[RankTimeline] = (),
     reasons: Mapping[str, str] | None = None,
+    step: int | None = None,
 ) -> ExposedTable:
     """Returns the table of a step.
 
@@ -124,6 +145,7 @@ def exposed_table(
         predicted: predicted timelines of the same ranks or some of them; empty without a prediction.
         before: timelines of a step under the previous plan; empty without one.
         reasons: reasons why messages stayed exposed, by op name.
+        step: number of the step; None if unknown.
     """
     now_ms, predicted_ms, before_ms = (waits_ms(timelines) for timelines in (measured, predicted, before))
     place_of = {name: _place(name) for name in (*now_ms, *predicted_ms, *before_ms)}
@@ -156,6 +178,8 @@ def exposed_table(
         before_ms=sum(before_ms.values()) if before else None,
         chunks=tuple(chunks),
         weight_grads=hidden_dws(measured),
+        step=step,
+        step_ms=max((timeline.step_ms for timeline in measured), default=None),
     )
 
 

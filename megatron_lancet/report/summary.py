@@ -103,14 +103,17 @@ def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
     before = report["first_step"] - 1
     steps = f"{before + report['num_warm_up_steps'] + 1} to {before + report['num_steps']}"
     lines = [
-        f"Megatron-Lancet report: medians over steps {steps}",
-        f"  plan               {report['plan']}",
+        f"Megatron-Lancet report: {report.get('verdict', report['plan'])}",
+        *([f"  run                {about(report['run'])}"] if "run" in report else []),
+        f"  plan               {report.get('plan_text', report['plan'])}",
         *(f"  {line}" for line in source),
-        f"  throughput         {report['tokens_per_s']:.0f} tokens/s",
+        f"  figures            medians over steps {steps}",
+        f"  throughput         {_throughput(report)}",
         f"  step               {step_ms:.1f} ms",
         f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
+        *_peak_memory(report),
     ]
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
@@ -125,6 +128,35 @@ def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
     return "\n".join(lines)
+
+
+def _peak_memory(report: dict[str, Any]) -> list[str]:
+    if (peak_bytes := report.get("peak_memory_bytes")) is None:
+        return []
+    unit = report["run"]["unit"]
+    kind = "allocated" if unit == "GPU" else "of the process, resident"
+    return [f"  peak memory        {peak_bytes / 1e9:.2f} GB a {unit} at most, {kind}"]
+
+
+def about(run: dict[str, Any]) -> str:
+    """Model, ranks and date in a line.
+
+    Args:
+        run: ``report.json``'s part of this name.
+    """
+    ranks = f"{run['num_ranks']} ranks on {run['device']}{'s' if run['unit'] == 'GPU' else ''}"
+    return f"{run['model']}; {ranks}; {run['date']}"
+
+
+def _throughput(report: dict[str, Any]) -> str:
+    all_per_s, num_ranks = report["tokens_per_s"], len(report["ranks"])
+    unit = report.get("run", {}).get("unit", "rank")
+    text = f"{all_per_s / num_ranks:.0f} tokens/s a {unit}, {all_per_s:.0f} in all"
+    if (tflops := report.get("tflops_per_s")) is not None:
+        text += f"; {tflops:.4g} TFLOP/s a {unit} as Megatron counts"
+    if (mfu := report.get("mfu")) is not None:
+        text += f", {100 * mfu:.1f} % of its peak in bf16 (MFU)"
+    return text
 
 
 def write_json(report: dict[str, Any], folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_lancet.report.compared import Compared
 from megatron_lancet.schedule.timeline import RankTimeline
 
 
@@ -17,6 +18,9 @@ class TimelineRecord:
         ep_groups: ranks that exchange messages with each other; empty if all ranks do.
         reasons: reasons why messages stayed exposed, by op name.
         ranks_per_node: neighbours in such a group that are on a node; None if no plan of the run has two hops.
+        about: model, ranks and date in one line; empty if unknown.
+        step: number of the step; None if unknown.
+        compared: steps without overlap and under the plan; None where none were measured without overlap.
     """
 
     title: str
@@ -26,3 +30,6 @@ class TimelineRecord:
     ep_groups: tuple[tuple[int, ...], ...] = ()
     reasons: dict[str, str] | None = None
     ranks_per_node: int | None = None
+    about: str = ""
+    step: int | None = None
+    compared: Compared | None = None

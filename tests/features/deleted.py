@@ -99,7 +99,7 @@ def ranks_of(copy: Path, data: str) -> str:
         pids.append(pid)
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     outputs = [(copy / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
-    if any(statuses) or "Megatron-Lancet plan: chunks=2" not in outputs[0]:
+    if any(statuses) or "(chunks=2 dim=batch" not in outputs[0]:
         return f"statuses {statuses}\n" + "\n".join(output[-3000:] for output in outputs)
     return ""
 

@@ -5,6 +5,7 @@ gathered, or made on rank 0 and broadcast. No rank decides by its own clock.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,13 +16,17 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Steering
-from megatron_lancet.features.tuning.controller import PlanningFailed, TuningController, TuningState
+from megatron_lancet.features.tuning.controller import NO_OVERLAP, PlanningFailed, TuningController, TuningState
+from megatron_lancet.features.tuning.pay_off import PayOff
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.features.tuning.report import tuning_text
+from megatron_lancet.features.tuning.race import has_kernel
+from megatron_lancet.features.tuning.report import speed_up, tuning_text
 from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.plan_words import plan_in_words, plan_text
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron import checkpoint_patches
@@ -32,6 +37,8 @@ from megatron_lancet.training.process.console import say
 
 _KEY = "tuning"
 """In report.json."""
+_TUNING = (TuningState.WARM_UP, TuningState.BASELINE, TuningState.PROFILE, TuningState.RACE)
+"""States of steps that a run under a fixed plan would not have."""
 
 
 class AutoTune(Steering):
@@ -46,6 +53,7 @@ class AutoTune(Steering):
         maker: ProfilingPlanMaker,
         short_run_plan: Plan,
         device: torch.device,
+        clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
@@ -53,6 +61,7 @@ class AutoTune(Steering):
             setup: switchable; its model starts with the plan without overlap.
             short_run_plan: runs where the training ends before tuning would.
             device: holds the small tensors that the ranks exchange.
+            clock_s: seconds; for what tuning cost, on which no decision depends.
         """
         self._args = args
         self._controller = controller
@@ -61,6 +70,9 @@ class AutoTune(Steering):
         self._maker = maker
         self._short_run_plan = short_run_plan
         self._device = device
+        self._clock_s = clock_s
+        self._pay_off = PayOff()
+        self._tuned_steps: list[list[int]] = []
         self._from_checkpoint: str | None = None
         self._made_for: dict[str, str] = {}
         self._started = False
@@ -88,16 +100,27 @@ class AutoTune(Steering):
             self._started = True
             self._start()
             self._say()
-        if self._controller.state is TuningState.PROFILE:
+        start_s, iteration, controller = self._clock_s(), int(self._args.curr_iteration) + 1, self._controller
+        tunes = controller.state in _TUNING
+        if controller.state is TuningState.PROFILE:
             result = self._maker.run_step(step)
             self._profile_on()
         else:
             result = step()
-            controller = self._controller
             if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
                 self._act(controller.decide(self._measured()))
         self._say()
+        if tunes:
+            self._note_tuned(iteration)
+        self._pay_off.add(iteration, (self._clock_s() - start_s) * 1e3, controller.compared, not tunes)
         return result
+
+    def _note_tuned(self, iteration: int) -> None:
+        """Adds a step to the ranges of steps that tuning used."""
+        if self._tuned_steps and self._tuned_steps[-1][1] == iteration - 1:
+            self._tuned_steps[-1][1] = iteration
+        else:
+            self._tuned_steps.append([iteration, iteration])
 
     def is_settled(self) -> bool:
         """Whether the present step runs by the plan that the run has chosen to keep."""
@@ -106,6 +129,7 @@ class AutoTune(Steering):
     def summary(self) -> Mapping[str, Any]:
         """How the plan was found, see :func:`~megatron_lancet.features.tuning.report.tuning_text`."""
         controller = self._controller
+        won = controller.won
         how = self._how if controller.settled else f"not finished: the run ended during {controller.state}"
         found = {
             "stage": controller.state.value,
@@ -114,6 +138,13 @@ class AutoTune(Steering):
             "baseline": _asdict(controller.baseline),
             "predicted": _asdict(controller.prediction),
             "chosen": _asdict(controller.chosen),
+            "compared": _asdict(controller.compared),
+            "kernel_gain": controller.kernel_gain,
+            "overlaps": won is not None and not won.overlaps_nothing,
+            "won_by": plan_in_words(won).removeprefix(plan_in_words(NO_OVERLAP.plan)).removeprefix(", ") if won else "",
+            "has_kernel": won is not None and has_kernel(won),
+            "steps": self._tuned_steps,
+            "pay_off": None if controller.compared is None else self._pay_off.as_text(controller.compared),
             "lines": controller.lines,
         }
         return {_KEY: found}
@@ -121,6 +152,15 @@ class AutoTune(Steering):
     def lines(self, report: Mapping[str, Any]) -> Sequence[str]:
         """The lines on how the plan was found."""
         return tuning_text(report[_KEY])
+
+    def speed_up(self, report: Mapping[str, Any]) -> str:
+        """What tuning has brought."""
+        return speed_up(report[_KEY])
+
+    @property
+    def compared(self) -> Compared | None:
+        """See the class of the protocol."""
+        return self._controller.compared
 
     def _start(self) -> None:
         """Decides how to begin, in the first step: by then a checkpoint may have been loaded."""
@@ -137,7 +177,7 @@ class AutoTune(Steering):
         num_needed = controller.num_steps_to_plan(self._maker.num_steps())
         if num_left < num_needed:
             self._how = f"fixed, because {num_left} steps are too few to find one: {num_needed} are needed"
-            self._act(controller.give_up(self._short_run_plan, f"{self._short_run_plan} ({self._how})"))
+            self._act(controller.give_up(self._short_run_plan, f"{plan_text(self._short_run_plan)} ({self._how})"))
             return
         controller.note(f"tunes during the first {num_needed} steps, starting without overlap")
 
@@ -150,7 +190,7 @@ class AutoTune(Steering):
         misfit = tuned.misfit(self._made_for)
         if misfit is not None:
             return None, f"the checkpoint's plan was made for another run: {misfit}: tuning anew"
-        return tuned, f"{tuned.plan}, from the checkpoint: {tuned.chosen} when it was chosen"
+        return tuned, f"{plan_text(tuned.plan)}, from the checkpoint: {tuned.chosen} when it was chosen"
 
     def _profile_on(self) -> None:
         """Continues the profile, or makes a plan when it is complete."""
@@ -226,5 +266,5 @@ class AutoTune(Steering):
         return steps_of_run([[StepTimes(*step) for step in rank.tolist()] for rank in ranks])
 
 
-def _asdict(stats: StepStats | StepEstimate | None) -> dict[str, Any] | None:
+def _asdict(stats: StepStats | StepEstimate | Compared | None) -> dict[str, Any] | None:
     return None if stats is None else asdict(stats)

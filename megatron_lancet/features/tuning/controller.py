@@ -20,6 +20,7 @@ from megatron_lancet.features.tuning.race import (
 )
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import NUM_FINALISTS
+from megatron_lancet.report.compared import Compared
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.training.observe.step_stats import (
     NUM_WARM_UP_STEPS,
@@ -100,6 +101,9 @@ class TuningController:
         baseline: measured without overlap; None before that, or if the plan is a checkpoint's.
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
+        compared: ``plan`` and no overlap in the race that ``plan`` has won; None without such a race.
+        won: the plan that has won it; None without one.
+        kernel_gain: how many times as fast the attention kernel alone was in it; None if it was not in it.
         num_plans: how often a plan was made.
         remark: why the planner's best plan does not run; empty if it runs.
         lines: all lines for the user so far, oldest first.
@@ -117,6 +121,9 @@ class TuningController:
         self.baseline: StepStats | None = None
         self.prediction: StepEstimate | None = None
         self.chosen: StepStats | None = None
+        self.compared: Compared | None = None
+        self.kernel_gain: float | None = None
+        self.won: Plan | None = None
         self.num_plans = 0
         self.remark = ""
         self.lines: list[str] = []
@@ -246,9 +253,11 @@ class TuningController:
         winner = replace(winner, prediction=_scaled(winner.prediction, planned.no_overlap, self.baseline))
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
-        gains = race.gain_of(winner), race.gain_of(planned.kernel)
+        self.compared, self.kernel_gain = race.compared(winner), race.gain_of(planned.kernel)
+        self.won = winner.plan
+        gain = None if self.compared is None else self.compared.gain
         is_scaled = planned.no_overlap is not None
-        self._settle(winner.plan, stats, _verdict(winner, stats, *gains, is_scaled), switch=True)
+        self._settle(winner.plan, stats, _verdict(winner, stats, gain, self.kernel_gain, is_scaled), switch=True)
         return winner.plan
 
     def _watched(self, stats: StepStats) -> None:
@@ -319,7 +328,7 @@ def _verdict(
     Args:
         is_scaled: whether the prediction was scaled, and differs from the one of the line before the race.
     """
-    line = f"{winner}: measured {stats}"
+    line = f"{winner.in_words()}: measured {stats}"
     if winner.plan == NO_OVERLAP.plan:
         line += ", and no plan is faster by more than the noise"
     elif gain is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import simplicity_of_order
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.training.observe.step_stats import (
     MIN_NOISE_SHARE,
@@ -46,15 +48,20 @@ class Candidate:
     def __str__(self) -> str:
         return self.name or str(self.plan)
 
+    def in_words(self) -> str:
+        """Its name; the plan in words and as text if it has none."""
+        return self.name or plan_text(self.plan)
+
 
 @dataclass
 class _Entry:
-    """A candidate and its measured steps."""
+    """A candidate and its measured steps; a late one ran when no overlap was out."""
 
     candidate: Candidate
     steps: list[StepTimes] = field(default_factory=list)
     num_turns: int = 0
     has_run: bool = False
+    is_late: bool = False
 
     @property
     def stats(self) -> StepStats:
@@ -101,10 +108,17 @@ class Race:
 
     def gain_of(self, candidate: Candidate | None) -> float | None:
         """How many times as fast as no overlap a candidate is, in turns that both had; None if it has none."""
-        if candidate is None:
+        compared = None if candidate is None else self.compared(candidate)
+        return None if compared is None else compared.gain
+
+    def compared(self, candidate: Candidate) -> Compared | None:
+        """A candidate and as many steps without overlap; None if it has none."""
+        entry = self._entries[candidate.plan]
+        ours, stocks = self._in_same_turns(entry)
+        if ours is None or stocks is None:
             return None
-        ours, stocks = self._in_same_turns(self._entries[candidate.plan])
-        return stocks.step_ms / ours.step_ms if ours is not None and stocks is not None else None
+        exposed_ms = stocks.exposed_ms, ours.exposed_ms
+        return Compared(stocks.step_ms, ours.step_ms, *exposed_ms, int(ours.num_steps), not entry.is_late)
 
     def _in_same_turns(self, entry: _Entry) -> tuple[StepStats | None, StepStats | None]:
         """The first steps of a candidate, and as many without overlap."""
@@ -191,7 +205,7 @@ class Race:
             return
         if own.step_ms > stock.step_ms + step_noise_ms(stock, own):
             return
-        self._entries[with_it] = _Entry(Candidate(with_it))
+        self._entries[with_it] = _Entry(Candidate(with_it), is_late=True)
         winner.num_turns = 0
         self._queue.append(self._entries[with_it])
         self._lines.append(

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lancet.files import from_plain
+from megatron_lancet.report.compared import Compared
+
 _NAMES = {"baseline": "without overlap", "predicted": "predicted", "chosen": "when chosen"}
 
 
@@ -17,8 +20,37 @@ def tuning_text(tuning: Mapping[str, Any]) -> list[str]:
     lines = [f"tuning             {tuning['how']}{again}"]
     for name, title in _NAMES.items():
         figures = tuning[name]
-        if figures is not None:
+        if figures is not None and not (name == "chosen" and figures == tuning["baseline"]):
             lines.append(
                 f"  {title:<17}{figures['step_ms']:.1f} ms a step, {figures['exposed_ms']:.1f} ms of it exposed"
             )
-    return lines
+    return [*lines, f"  {tuning['pay_off']}"] if tuning.get("pay_off") else lines
+
+
+def speed_up(tuning: Mapping[str, Any]) -> str:
+    """Returns the sentence that says what tuning has brought, without its end.
+
+    Args:
+        tuning: as for :func:`tuning_text`; ``compared`` with the measured steps, None without these; ``overlaps``,
+            whether the plan that won overlaps anything, and ``won_by``, what else makes it differ from stock, in words;
+            ``has_kernel``, whether it has the attention kernel, and ``kernel_gain`` of that kernel alone.
+    """
+    if tuning["compared"] is None:
+        before = tuning["baseline"]
+        found = f"; without overlap a step took {before['step_ms']:.0f} ms" if before is not None else ""
+        return f"no plan was compared with no overlap in this run: tuning {tuning['how']}{found}"
+    compared = from_plain(Compared, tuning["compared"], "report.json.tuning.compared")
+    figures = compared.figures()
+    if tuning["overlaps"]:
+        alone = tuning["kernel_gain"]
+        kernel = f"; the attention kernel alone gave {alone:.2f}x" if alone is not None and tuning["has_kernel"] else ""
+        than = "faster than" if compared.gain >= 1 else "as fast as"
+        return f"{compared.gain:.2f}x {than} without overlap on this machine ({figures}{kernel})"
+    if tuning["won_by"]:
+        won_by = tuning["won_by"]
+        return f"{compared.gain:.2f}x faster than stock on this machine by {won_by}, without overlap ({figures})"
+    slower = "no plan was faster than without overlap on this machine by more than the noise"
+    return (
+        f"{slower} ({compared.no_overlap_ms:.0f} ms a step, exposed {100 * compared.no_overlap_share:.0f} %; measured "
+        f"{compared.how}, n={compared.num_steps})"
+    )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_lancet.lab.causes.attribution import StepCauses, merged
 from megatron_lancet.lab.causes.changes import Changes
@@ -18,7 +17,7 @@ from megatron_lancet.lab.causes.step import causes_of_group, link_kind, traced_r
 from megatron_lancet.lab.causes.text import CausesOfStep, change_line
 from megatron_lancet.lab.causes.traced import CannotReplay, TracedRank
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.observe.scalars import PREFIX, ScalarWriter
+from megatron_lancet.training.observe.scalars import PREFIX, ScalarWriter, megatrons_writer
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.observe.traced_steps import traced_step
@@ -78,7 +77,7 @@ class CauseWatch:
             self._plan = self._setup.plan
             self._changes.restart()
         if found.causes is not None:
-            write_cause_scalars(get_tensorboard_writer(), found.step, found.causes)
+            write_cause_scalars(megatrons_writer(), found.step, found.causes)
             changes = self._changes.add(found.step, found.causes)
         else:
             changes = []
@@ -119,8 +118,7 @@ def write_cause_scalars(writer: ScalarWriter | None, iteration: int, causes: Ste
     """Write the causes of a traced step's waits in ms, mean over ranks, under ``lancet/exposed_by_cause/``.
 
     Args:
-        writer: Megatron's writer on the last rank. None on others and in runs without ``--tensorboard-dir``: nothing is
-            written.
+        writer: Megatron's writers; None writes nothing.
         iteration: training step from 1, as in Megatron's scalars.
     """
     if writer is None:

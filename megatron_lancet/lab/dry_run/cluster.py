@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.lab.dry_run.environment import needed_variables
-from megatron_lancet.lab.estimate.devices import GPUS
+from megatron_lancet.planning.sizes.gpus import GPUS
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
 from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
 

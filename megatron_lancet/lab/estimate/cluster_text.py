@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.estimate.devices import GPUS, Gpu
+from megatron_lancet.planning.sizes.gpus import GPUS, Gpu
 
 FORM = "NODESxGPUS:GPU,INTRA,INTER"
 EXAMPLE = "32x8:h100,nvlink,400g"

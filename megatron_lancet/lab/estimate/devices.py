@@ -1,4 +1,4 @@
-"""GPUs and links by their data sheets, and how much of that real kernels and messages reach, as ranges. No torch.
+"""How much of the data sheets of GPUs and links real kernels and messages reach, as ranges. No torch.
 
 The parts that are reached are common knowledge of such devices, not fitted to any run. ``--published`` shows how far
 that carries.
@@ -10,37 +10,8 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from megatron_lancet.lab.what_if.cluster import Cluster, Level
+from megatron_lancet.planning.sizes.gpus import Gpu
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, by its data sheet.
-
-    Attributes:
-        flops_per_s: dense matrix products in bf16.
-        bytes_per_s: memory traffic.
-        nvlink_gbps: Gb/s to other GPUs of its node, each way.
-        num_sms: multiprocessors.
-        memory_bytes: size of its memory.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    nvlink_gbps: float
-    num_sms: int
-    memory_bytes: float
-
-
-GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {
-        "a100": Gpu(312e12, 2.04e12, 2400, 108, 80e9),
-        "h100": Gpu(989e12, 3.35e12, 3600, 132, 80e9),
-        "h200": Gpu(989e12, 4.8e12, 3600, 132, 141e9),
-        "b200": Gpu(2250e12, 8e12, 7200, 148, 180e9),
-    }
-)
-"""NVIDIA's data sheets of the SXM modules: products without sparsity, NVLink each way."""
 
 
 class Rate(StrEnum):

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.estimate.devices import GPUS, REACHED, Rate
+from megatron_lancet.lab.estimate.devices import REACHED, Rate
+from megatron_lancet.planning.sizes.gpus import GPUS
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.atomic import atomic_write
+from megatron_lancet.lab.views.bars import step_bars
 from megatron_lancet.lab.views.lanes import message_rows
 from megatron_lancet.report.exposed import exposed_table
 from megatron_lancet.report.timeline_record import TimelineRecord
@@ -28,7 +29,10 @@ def page(record: TimelineRecord) -> str:
     """Returns the page of a record whose clocks are aligned."""
     parts = resources.files("megatron_lancet.lab.views") / "page"
     filling = {
-        "TITLE": html.escape(record.title),
+        "TITLE": html.escape(record.about or record.title),
+        "PLAN": html.escape(record.title) if record.about else "",
+        "STEP": "" if record.step is None else f" {record.step}",
+        "BARS": step_bars(record),
         "STYLE": (parts / "timeline.css").read_text(),
         "DATA": _script_safe(_data(record)),
         "SCRIPT": "\n".join((parts / name).read_text() for name in _SCRIPTS),

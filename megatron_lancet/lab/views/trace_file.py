@@ -19,6 +19,7 @@ from megatron_lancet.atomic import atomic_write
 from megatron_lancet.files import Range, RecordError, from_plain, parse_object, read_text, take_version, to_plain
 from megatron_lancet.lab.views.kernel_fields import category, kernel_args
 from megatron_lancet.lab.views.lanes import message_rows
+from megatron_lancet.report.compared import Compared
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -64,6 +65,9 @@ class _OtherData:
     ep_groups: tuple[tuple[int, ...], ...]
     reasons: dict[str, str] | None
     ranks_per_node: int | None = None
+    about: str = ""
+    step: int | None = None
+    compared: Compared | None = None
 
 
 _Microseconds = Annotated[float, Range(0, 10**15)]
@@ -101,6 +105,9 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
         ep_groups=record.ep_groups,
         reasons=record.reasons,
         ranks_per_node=record.ranks_per_node,
+        about=record.about,
+        step=record.step,
+        compared=record.compared,
     )
     other_data = {"version": TRACE_VERSION, **to_plain(other)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
@@ -139,8 +146,8 @@ def read_trace(path: Path) -> TimelineRecord:
         RankTimeline(one.rank, tuple(Span(name, Lane.WAIT, start, end) for name, start, end in one.waits), one.step_ms)
         for one in content.before
     )
-    groups, per_node = content.ep_groups, content.ranks_per_node
-    return TimelineRecord(content.title, measured, predicted, before, groups, content.reasons, per_node)
+    rest = content.ep_groups, content.reasons, content.ranks_per_node, content.about, content.step, content.compared
+    return TimelineRecord(content.title, measured, predicted, before, *rest)
 
 
 def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:

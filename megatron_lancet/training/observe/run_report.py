@@ -16,6 +16,8 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
+from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.report.summary import about
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.training.observe.report_folder import PLAN_FILE, PROFILE_FILE
@@ -43,19 +45,23 @@ def report_overlap(
         features: the run's features, with keys, lines and files of their own.
     """
     profile = steering.profile if steering is not None else None
+    named = setup.stages[0].decoder.comm.named
     shown = setup.plan if traced is None or traced.last is not None else plan_without_overlap()
-    timelines = traced.gather(str(shown)) if traced is not None else None
+    timelines = traced.gather(plan_text(shown, named(shown))) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
         timelines = _with_prediction(timelines, shown, profile)
-        table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    name = setup.stages[0].decoder.comm.named(setup.plan)
-    recorder.report(setup.plan, folder, name, steering, table)
+        parts = timelines.measured, timelines.predicted, timelines.before, timelines.reasons
+        table = exposed_table(*parts, step=timelines.step)
+    report = recorder.report(setup.plan, folder, named(setup.plan), steering, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")
+        if timelines is not None and report:
+            compared = steering.compared if steering is not None else None
+            timelines = replace(timelines, about=about(report["run"]), compared=compared)
         for feature in features:
-            for path in feature.write(folder, timelines):
+            for path in feature.write(folder, timelines, report):
                 say(f"                     {path}")
     if traced is not None and traced.last is None:
         say(f"Megatron-Lancet report: {_why_not_final(timelines)}")

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_lancet.feature import ActiveFeature, Steering
+from megatron_lancet.files import to_plain
 from megatron_lancet.report.exposed import ExposedTable
+from megatron_lancet.report.history import StepHistory
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import (
     StepRecord,
     as_text,
@@ -22,7 +24,8 @@ from megatron_lancet.report.summary import (
 )
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.observe.scalars import write_scalars
+from megatron_lancet.training.observe.run_figures import peak_memory_bytes, rates, run_facts
+from megatron_lancet.training.observe.scalars import megatrons_writer, write_scalars
 from megatron_lancet.training.process.console import say
 
 _MIN_KEPT = 1_000
@@ -52,6 +55,7 @@ class StepRecorder:
 
     Attributes:
         num_done: steps since the start of the run.
+        history: all steps of this rank.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class StepRecorder:
         self._stats = stats
         self._records: list[StepRecord] = []
         self._open: _OpenStep | None = None
+        self.history = StepHistory()
         self.num_done = 0
         self._first = 0
         self._num_kept = _MIN_KEPT
@@ -145,13 +150,15 @@ class StepRecorder:
         if isinstance(duration, EventPair):
             duration.end.synchronize()
             duration = duration.elapsed_ms()
-        self._records.append(StepRecord(duration, num_tokens, times.read()))
+        record = StepRecord(duration, num_tokens, times.read())
+        self._records.append(record)
+        self.history.add(iteration, duration, record.comm.exposed_ms + record.comm.counts_exposed_ms)
         surplus = len(self._records) - self._num_kept
         if surplus > self._num_kept:
             del self._records[:surplus]
             self._first = max(0, self._first - surplus)
         if iteration % self._args.tensorboard_log_interval == 0:
-            write_scalars(get_tensorboard_writer(), iteration, self._records[-1])
+            write_scalars(megatrons_writer(), iteration, record)
 
     def report(
         self,
@@ -160,8 +167,11 @@ class StepRecorder:
         name: str = "off",
         steering: Steering | None = None,
         exposed: ExposedTable | None = None,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
+
+        Returns:
+            The content of report.json on rank 0; empty on other ranks, and where no step ran.
 
         Args:
             plan: plan of the last steps; None for stock modules.
@@ -172,17 +182,18 @@ class StepRecorder:
         """
         records = self.records
         if not records:
-            return
-        if (writer := get_tensorboard_writer()) is not None:
+            return {}
+        if (writer := megatrons_writer()) is not None:
             writer.flush()  # Megatron has done so before the last step's scalars were written
         if self._first == len(records):  # the plan has changed after the last step
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
+        own = {**rank_medians(records[self._first :]), "peak_memory_bytes": peak_memory_bytes(self._device)}
+        dist.all_gather_object(per_rank, own)
         steering = steering or Steering()
         found = [one.summary() for one in (steering, *self._features)]
         if dist.get_rank() != 0:
-            return
+            return {}
         report = summarise(
             [rank for rank in per_rank if rank is not None],
             name,
@@ -191,9 +202,25 @@ class StepRecorder:
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
         )
+        report |= self._figures(report, plan, name)
         for summary in found:
             report |= summary
         lines = [line for feature in self._features for line in feature.lines(report)]
+        report["verdict"] = "stock Megatron modules, without overlap" if plan is None else steering.speed_up(report)
         say("\n".join([as_text(report, steering.lines(report)), *(f"  {line}" for line in lines)]))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")
+        return report
+
+    def _figures(self, report: dict[str, Any], plan: Plan | None, name: str) -> dict[str, Any]:
+        """What the report says of the run as a whole. On rank 0."""
+        facts = run_facts(self._args, self._device)
+        lengths_vary = any(feature.num_tokens() is not None for feature in self._features)
+        num_tokens = None if lengths_vary else report["ranks"][0]["num_tokens"]
+        return {
+            "plan_text": name if plan is None else plan_text(plan, name),
+            "run": facts,
+            "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in report["ranks"]),
+            **rates(self._args, facts, report["step_ms"], num_tokens),
+            "steps": to_plain(self.history.complete()),
+        }

@@ -95,6 +95,7 @@ class TracedSteps:
             before=tuple(before.values()),
             ep_groups=tuple(dict.fromkeys(tuple(group) for group in groups)),
             ranks_per_node=nodes.ranks_per_node if nodes is not None else None,
+            step=self.iteration,
         )
 
 

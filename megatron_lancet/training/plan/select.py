@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.plan.attention import check_attention
@@ -42,7 +43,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         plan = plan_from_file(config.plan, args, config)
         refuse_unsupported(args)
         notes = [*_nodes_note(args, config, plan), *_dropout_note(args, plan)]
-        return plan, "; ".join([f"{plan} from {config.plan}", *notes])
+        return plan, "; ".join([f"{plan_text(plan)} from {config.plan}", *notes])
     if config.plan is PlanChoice.OFF:
         for flag in _flags_that_need_overlap(config):
             raise UsageError(
@@ -66,7 +67,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         return None, f"off: {'; '.join(blockers)}. {stock}"
     plan, notes = _plan_by_flags(args, config)
     refuse_unsupported(args)
-    return plan, "; ".join([str(plan), *_nodes_note(args, config, plan), *notes, *_dropout_note(args, plan)])
+    return plan, "; ".join([plan_text(plan), *_nodes_note(args, config, plan), *notes, *_dropout_note(args, plan)])
 
 
 def _attention_note(config: LancetConfig) -> str:

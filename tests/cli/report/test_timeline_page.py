@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.files import to_plain
 from megatron_lancet.lab.views.html import page, write_page
+from megatron_lancet.lab.views.run_page import write_run_page
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.history import StepPoint
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.cli.report.chromium import Browser, path_of_chromium
@@ -90,7 +94,7 @@ def test_timeline_page_hover_explains_the_span_under_the_mouse(shown):
     browser = shown(ONE)
     browser.mouse("Moved", *point(browser, 60.0, 15))
     assert "layer 1, chunk 0, forward, dispatch\ncompute waits for this message" in tip(browser)
-    assert "why\nnothing left to run" in tip(browser)
+    assert "why, as planned\nnothing left to run" in tip(browser)
     browser.mouse("Moved", *point(browser, 60.0, 40))
     words = re.sub(r"\s+", " ", tip(browser))
     assert words == (
@@ -162,6 +166,43 @@ def test_timeline_page_shows_ranks_predictions_and_summary(shown):
     assert rows[1:] == [*([str(n), "0", "8.00", "1.20", "0.80"] for n in (1, 2, 3)), ["all", "24.00", "3.60", "2.40"]]
     browser.js("document.querySelectorAll('#summary button')[1].click()")
     assert browser.js("document.getElementById('search').value") == "L2.c0."
+
+
+def test_timeline_page_of_a_fixed_plan_has_no_empty_columns(shown):
+    browser = shown(ONE)
+    rows = browser.js("[...document.querySelectorAll('#summary tr')].map(e => e.innerText.trim().split(/\\s+/))")
+    assert rows == [["layer", "chunk", "measured"], ["1", "0", "40.00"], ["all", "40.00"]]
+    assert browser.js("document.getElementById('bars')") is None
+
+
+def test_timeline_page_shows_the_end_of_the_step_and_bars(shown):
+    compared = Compared(744.0, 523.0, 372.0, 52.3, 10)
+    timeline = replace(ONE.measured[0], step_ms=150.0)
+    browser = shown(replace(ONE, measured=(timeline,), about="4 layers; 2 ranks", compared=compared))
+    assert browser.js("document.querySelector('h1').textContent") == "4 layers; 2 ranks"
+    assert pixel(browser, *point(browser, 145.0, 3)) == [0xE3, 0xE6, 0xEA]
+    assert pixel(browser, *point(browser, 145.0, 33)) == [0, 0, 0]  # nothing is drawn on the row of messages
+    bars = "[...document.querySelectorAll('#bars .bar')].map(e => [...e.children].map(c => c.clientWidth))"
+    stock, own = browser.js(bars)
+    assert sum(own) / sum(stock) == pytest.approx(523 / 744, abs=0.01)
+    assert stock[1] / sum(stock) == pytest.approx(0.5, abs=0.01)
+    assert "1.42x as fast" in browser.js("document.body.innerText")
+
+
+def test_run_page_draws_without_a_script(browser, tmp_path):
+    points = [StepPoint(step, 1, 100.0 + step, 10.0) for step in range(1, 50)]
+    run = {"model": "4 layers", "num_ranks": 2, "device": "CPU", "unit": "rank", "date": "2026-11-27"}
+    report = {"run": run, "plan_text": EVIL, "verdict": "1.42x faster", "steps": to_plain(points)}
+    path = write_run_page({**report, "tuning": {"steps": [[1, 20]]}}, tmp_path)
+    browser.open(path)
+    assert browser.complaints() == []
+    assert browser.requests() == [path.as_uri()]
+    widths = browser.js("[...document.querySelectorAll('polyline')].map(e => e.getBBox().width)")
+    assert len(widths) == 2
+    assert min(widths) > 900
+    shaded, whole = browser.js("[document.querySelector('.tuned').getBBox().width, 920]")
+    assert shaded / whole == pytest.approx(20 / 49, abs=0.02)
+    assert EVIL in browser.js("document.body.innerText")
 
 
 def test_timeline_page_in_dark_mode_and_narrow_window(shown):

@@ -1,11 +1,13 @@
 """How a run begins, and what it says, without other ranks: a fixed plan, a checkpoint's, or tuning."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.tuning import autotune
 from megatron_lancet.features.tuning.autotune import AutoTune
 from megatron_lancet.features.tuning.controller import (
@@ -16,7 +18,10 @@ from megatron_lancet.features.tuning.controller import (
 )
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
+from megatron_lancet.files import to_plain
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired, plan_without_overlap
@@ -74,7 +79,9 @@ class Run:
         self.plans: list = []
         self.refused: list = []
         maker = Maker(num_profile_steps, failure)
-        self.tuner = AutoTune(self.args, TuningController(6), self.setup, self.recorder, maker, SHORT, device="cpu")
+        self.now_s = 0.0
+        parts = self.args, TuningController(6), self.setup, self.recorder, maker, SHORT
+        self.tuner = AutoTune(*parts, device="cpu", clock_s=lambda: self.now_s)
         if saved is not None:
             self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
 
@@ -93,6 +100,7 @@ class Run:
         self.plans.append(self.setup.plan)
         self.recorder.records.append(StepRecord(self.STEP_MS[self.setup.plan], 64, CommTimes(exposed_ms=5.0)))
         self.args.curr_iteration += 1
+        self.now_s += self.STEP_MS[self.setup.plan] / 1e3
         return "result"
 
 
@@ -122,6 +130,53 @@ def test_autotune_profiles_and_lets_plans_race(capsys):
     assert [summary[name]["step_ms"] for name in ("baseline", "predicted", "chosen")] == [100, 80, 80]
     tuned = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
     assert (tuned.plan, tuned.made_for, tuned.chosen.step_ms) == (PLANNED, MADE_FOR, 80)
+
+
+def test_autotune_says_what_it_has_brought():
+    run = Run()
+    run.steps(3 + 2 + 2 + 14)
+    summary = run.tuner.summary()["tuning"]
+    assert summary["steps"] == [[1, 21]]
+    assert summary["compared"] == to_plain(Compared(100, 80, 5, 5, 4))
+    assert (summary["overlaps"], summary["has_kernel"]) == (True, False)
+    assert run.tuner.speed_up({"tuning": summary}) == (
+        "1.25x faster than without overlap on this machine (100 ms -> 80 ms a step, exposed 5 % -> 6 %; measured in "
+        "turns, n=4)"
+    )
+    assert summary["pay_off"] == "tuning cost no time: its steps were no slower than without overlap"
+    run.steps(4)
+    assert run.tuner.summary()["tuning"]["steps"] == [[1, 21]]
+
+
+def test_autotune_says_what_won_without_overlap(monkeypatch):
+    plain = plan_without_overlap()
+    quick = replace(plain, dispatch=DEDUP, fused_attention=True)
+    monkeypatch.setattr(Maker, "make", lambda self: planned(quick))
+    monkeypatch.setitem(Run.STEP_MS, quick, 50.0)
+    run = Run()
+    run.steps(3 + 2 + 2 + 14)
+    summary = run.tuner.summary()["tuning"]
+    assert (summary["overlaps"], summary["won_by"]) == (False, "one row per token and rank, fused attention")
+    assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster than stock on this machine by one row per")
+    monkeypatch.setitem(Run.STEP_MS, quick, 150.0)
+    slower = Run()
+    slower.steps(3 + 2 + 2 + 14)
+    assert slower.tuner.summary()["tuning"]["won_by"] == ""
+
+
+def test_autotune_says_why_it_compared_nothing():
+    short, resumed = Run(train_iters=48), Run(train_iters=5, saved=SAVED.to_json())
+    short.steps(48)
+    resumed.steps(5)
+    summaries = [run.tuner.summary() for run in (short, resumed)]
+    assert [run.tuner.speed_up(summary) for run, summary in zip((short, resumed), summaries, strict=True)] == [
+        "no plan was compared with no overlap in this run: tuning fixed, because 48 steps are too few to find one: 49 "
+        "are needed",
+        "no plan was compared with no overlap in this run: tuning taken from the checkpoint; without overlap a step "
+        "took 100 ms",
+    ]
+    assert [summary["tuning"]["steps"] for summary in summaries] == [[], []]
+    assert [summary["tuning"]["pay_off"] for summary in summaries] == [None, None]
 
 
 def test_autotune_saves_no_plan_before_it_has_decided():
@@ -156,7 +211,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     run = Run(train_iters=resumed_at + 48, resumed_at=resumed_at)
     assert run.steps(48) == [SHORT] * 48
     why = "fixed, because 48 steps are too few to find one: 49 are needed"
-    assert lines(capsys) == [f"{SHORT} ({why})"]
+    assert lines(capsys) == [f"{plan_text(SHORT)} ({why})"]
     assert run.tuner.summary()["tuning"]["how"] == why
     assert run.args.lancet_tuned_plan is None
 
@@ -168,7 +223,7 @@ def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
     assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
-    assert lines(capsys)[0].startswith("chunks=1 dim=batch range=stack dw=none dw-window=0 paired, from the checkpoint")
+    assert lines(capsys)[0].startswith(f"{plan_text(PAIRED)}, from the checkpoint")
 
 
 def test_autotune_survives_a_failing_planner(capsys):
@@ -182,7 +237,7 @@ def test_autotune_runs_the_checkpoints_plan_at_once(capsys):
     run = Run(train_iters=5, saved=SAVED.to_json())
     assert run.steps(9) == [PROFILED] * 9
     assert lines(capsys)[0] == (
-        f"{PROFILED}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
+        f"{plan_text(PROFILED)}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
     )
     assert run.tuner.summary()["tuning"]["how"] == "taken from the checkpoint"
     assert run.tuner.summary()["tuning"]["baseline"]["step_ms"] == 100

@@ -15,6 +15,7 @@ from megatron_lancet.features.tuning.controller import (
 )
 from megatron_lancet.features.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
 from megatron_lancet.planning.estimate import StepEstimate
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS, StepTimes
 
@@ -92,7 +93,7 @@ def test_fastest_plan_is_kept():
         f"measuring 3 plans in turns: no overlap; {PLAN}, predicted 148.0 ms a step; {OTHER}, predicted 148.0 ms a "
         "step (best of 12)",
         f"out after 2 turns: no overlap (200.0 ms), {OTHER} (160.0 ms); {PLAN} takes 150.0 ms",
-        f"{PLAN}: measured 150.0 ms a step, 8.0 ms of it exposed, 1.33x as fast as no overlap; predicted "
+        f"{plan_text(PLAN)}: measured 150.0 ms a step, 8.0 ms of it exposed, 1.33x as fast as no overlap; predicted "
         "148.0 ms, -1.3 %",
     ]
 
@@ -154,7 +155,7 @@ def test_line_tells_what_overlap_and_what_the_kernel_gave():
     race(tuning, {BASE: 200, KERNEL.plan: 160, PLAN: 150, with_it: 125})
     assert (tuning.plan, tuning.prediction) == (with_it, None)
     assert tuning.lines[-1] == (
-        f"{with_it}: measured 125.0 ms a step, 10.0 ms of it exposed, 1.60x as fast as no overlap; the "
+        f"{plan_text(with_it)}: measured 125.0 ms a step, 10.0 ms of it exposed, 1.60x as fast as no overlap; the "
         "attention kernel alone gave 1.25x"
     )
 

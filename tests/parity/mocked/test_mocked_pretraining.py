@@ -51,7 +51,7 @@ def test_losses_of_two_hops_equal_stock_bitwise(stock, token_data, tmp_path):
     hops = ("--lancet-ranks-per-node", 4, "--lancet-dispatch", "two-hop", "--lancet-num-chunks", 1)
     ours = run_mocked(token_data, tmp_path, *hops, *links)
     assert "link 300 us, 1 GB/s (20 us, 10 GB/s inside a node)" in ours.outputs[0]
-    assert "dispatch=two-hop; two hops over 2 nodes x 4 ranks" in ours.outputs[0]
+    assert "dispatch=two-hop); two hops over 2 nodes x 4 ranks" in ours.outputs[0]
     for name in COMPARED:
         assert ours.series(name) == stock.series(name), name
 

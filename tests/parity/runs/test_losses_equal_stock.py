@@ -95,7 +95,7 @@ def check_causes(output, folder, steps):
     found = json.loads((folder / "report.json").read_text())["exposed_by_cause"]
     assert [one["step"] for one in found] == steps
     assert f"causes of step {steps[0]}: " in output
-    assert f"exposed time by cause, step {steps[-1]}, mean over ranks" in output
+    assert f"exposed time by cause, traced step {steps[-1]}, mean over ranks" in output
     events = EventAccumulator(str(folder / "events")).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("lancet/exposed_by_cause/")]
     by_tag = {tag.rpartition("/")[2]: [event.value for event in events.Scalars(tag)] for tag in tags}

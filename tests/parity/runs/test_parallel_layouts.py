@@ -148,7 +148,7 @@ def test_stock_continues_from_a_checkpoint_of_two_hops(token_data, tmp_path):
     saving = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
     ours = pretrain(token_data, [*both, *hops, *saving], tmp_path / "ours", 4, NUM_ITERS)
     assert "flex runs as the plan's all-to-alls, one row per token and node" in ours.outputs[0]
-    assert "dw-window=4 dispatch=two-hop; two hops over 2 nodes x 2 ranks" in ours.outputs[0]
+    assert "dw-window=4 dispatch=two-hop); two hops over 2 nodes x 2 ranks" in ours.outputs[0]
     loading = ["--load", tmp_path / "checkpoints", "--ckpt-step", 2]
     expected = pretrain(token_data, [*both, *STOCK, *loading], tmp_path / "stock", 4, NUM_ITERS)
     assert len(expected.losses) == NUM_ITERS - 2

@@ -47,7 +47,7 @@ def test_losses_with_spec_equal_stock_and_report_is_written(stock, token_data, t
     overlapped = pretrain_gpt(token_data, ours, [*OVERLAPPED_REDUCTIONS, "--spec", *OWN_SPEC], flags)
     launch.check(overlapped)
     output = overlapped[0].output
-    assert "Megatron-Lancet plan: chunks=2 dim=batch range=stack dw=fill dw-window=4 (--spec)" in output
+    assert "(chunks=2 dim=batch range=stack dw=fill dw-window=4) (--spec)" in output
     assert "Megatron-Lancet report" in output
     report = json.loads((ours / "the report" / "report.json").read_text())
     assert sum(report[f"num_dw_{when}"] for when in ("in_gaps", "early", "late")) > 0

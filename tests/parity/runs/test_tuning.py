@@ -79,11 +79,18 @@ def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     assert timelines.predicted
     assert found["exposed"]["before_ms"] is not None
     assert (tmp_path / "timeline.html").exists()
+    assert (tmp_path / "run.html").exists()
+    assert f"Megatron-Lancet report: {found['verdict']}" in run.outputs[0]
+    assert " on this machine " in found["verdict"]
+    assert found["tuning"]["pay_off"] in run.outputs[0]
+    assert found["tflops_per_s"] > 0
+    assert found["peak_memory_bytes"] > 10**8
+    assert sum(point["num_steps"] for point in found["steps"]) == NUM_ITERS
 
     load = ["--load", tmp_path / "checkpoints", "--ckpt-step", SAVED_AT]
     resumed = pretrain(token_data, [*shared, *load], tmp_path / "second", train_iters=NUM_ITERS)
     assert_equal(resumed, stock, first=SAVED_AT)
-    assert f"{found['plan']}, from the checkpoint: " in lines_of(resumed)[1]
+    assert f"({found['plan']}), from the checkpoint: " in lines_of(resumed)[1]
     assert "  tuning             taken from the checkpoint\n" in resumed.outputs[0]
 
     off = pretrain(token_data, [*EP2, "--lancet-plan", "off", *load], tmp_path / "third", train_iters=NUM_ITERS)

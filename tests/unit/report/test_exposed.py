@@ -69,7 +69,18 @@ def test_exposed_text_sums_layers_and_sorts_by_wait():
     assert lines[-4] == "  of it 3.50 for messages of forwards, 3.00 for messages of backwards"
     assert lines[-3] == "  of it by message: dispatch 6.00, combine 0.50, gather 0.50"
     assert lines[-2] == "  L1.c0.F.dispatch: 3.00 ms, everything else depends on it"
-    assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, nothing left to run"
+    assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, 0.00 ms predicted"
+
+
+def test_exposed_text_of_a_fixed_plan_has_no_empty_columns():
+    lines = exposed_table(NOW, step=12).as_text().splitlines()
+    assert lines[0] == (
+        "exposed ms of traced step 12, which took 13.0 ms (one step; the figures above are medians), mean over ranks"
+    )
+    assert lines[1].split() == ["layer", "chunk", "now"]
+    assert lines[-3].split() == ["all", "7.00"]
+    predicted = exposed_table(NOW, PREDICTED).as_text().splitlines()
+    assert predicted[1].split() == ["layer", "chunk", "now", "predicted"]
 
 
 def test_exposed_text_counts_many_reasons():
@@ -87,5 +98,5 @@ def test_report_has_the_exposed_table_where_there_is_one():
     assert {name: value for name, value in report.items() if name != "exposed"} == plain
     text = as_text(json.loads(json.dumps(report)))
     assert text.startswith(as_text(plain))
-    assert "  L3.c0.I.dispatch: 3.00 ms, nothing left to run" in text
+    assert "  L1.c0.F.dispatch: 3.00 ms, everything else depends on it" in text
     assert report["exposed"]["chunks"][0]["before_ms"] == pytest.approx(15)

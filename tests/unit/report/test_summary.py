@@ -74,14 +74,58 @@ def test_summary_json_is_written_atomically(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 
 
+RUN = {"model": "4 layers, hidden 256", "num_ranks": 8, "device": "NVIDIA H100", "unit": "GPU", "date": "2026-11-27"}
+
+
+def test_summary_text_begins_with_what_the_plan_brought():
+    report = summarise([rank_medians([record(100)] * 5)], "chunks=2", 5)
+    verdict = "1.42x faster than without overlap"
+    text = as_text({**report, "verdict": verdict, "plan_text": "two chunks (chunks=2)", "run": RUN})
+    assert text.splitlines()[:3] == [
+        "Megatron-Lancet report: 1.42x faster than without overlap",
+        "  run                4 layers, hidden 256; 8 ranks on NVIDIA H100s; 2026-11-27",
+        "  plan               two chunks (chunks=2)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("figures", "throughput", "memory"),
+    [
+        (
+            {"run": RUN, "tflops_per_s": 412.34, "mfu": 0.417, "peak_memory_bytes": 61_200_000_000},
+            "10240 tokens/s a GPU, 20480 in all; 412.3 TFLOP/s a GPU as Megatron counts, 41.7 % of its peak in bf16 "
+            "(MFU)",
+            "61.20 GB a GPU at most, allocated",
+        ),
+        (
+            {"run": {**RUN, "unit": "rank"}, "tflops_per_s": 0.0151, "mfu": None, "peak_memory_bytes": 1_280_000_000},
+            "10240 tokens/s a rank, 20480 in all; 0.0151 TFLOP/s a rank as Megatron counts",
+            "1.28 GB a rank at most, of the process, resident",
+        ),
+        (
+            {"run": RUN, "tflops_per_s": None, "mfu": None, "peak_memory_bytes": 10**9},
+            "10240 tokens/s a GPU, 20480 in all",
+            "1.00 GB a GPU at most, allocated",
+        ),
+    ],
+    ids=["known GPU", "CPU", "samples of other lengths"],
+)
+def test_summary_text_has_figures_of_a_device(figures, throughput, memory):
+    report = summarise([rank_medians([record(100)] * 5)] * 2, "chunks=2", 5)
+    lines = as_text({**report, **figures}).splitlines()
+    assert f"  throughput         {throughput}" in lines
+    assert f"  peak memory        {memory}" in lines
+
+
 def test_summary_text_says_how_the_plan_was_found():
     report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5, first_step=21)
-    figures = {"step_ms": 150.0, "exposed_ms": 40.0}
-    tuning = {"how": "planned", "num_plans": 2, "baseline": figures, "predicted": None, "chosen": figures}
+    figures, chosen = {"step_ms": 150.0, "exposed_ms": 40.0}, {"step_ms": 110.0, "exposed_ms": 4.0}
+    tuning = {"how": "planned", "num_plans": 2, "baseline": figures, "predicted": None, "chosen": chosen}
+    assert "when chosen" not in "".join(tuning_text({**tuning, "chosen": figures}))
     text = as_text(report, tuning_text(tuning))
     assert "medians over steps 24 to 25" in text
     assert (
         "  tuning             planned, planned 2 times\n"
         "    without overlap  150.0 ms a step, 40.0 ms of it exposed\n"
-        "    when chosen      150.0 ms a step, 40.0 ms of it exposed\n"
+        "    when chosen      110.0 ms a step, 4.0 ms of it exposed\n"
     ) in text

@@ -48,7 +48,8 @@ const GROUPS = DATA.groups.map((group) => {
     row.y = y;
     y += row.height + ROW_GAP;
   }
-  return { ...group, rows, height: y };
+  const last = (track) => (track.length ? track.start[track.length - 1] + track.ms[track.length - 1] : 0);
+  return { ...group, rows, height: y, opsEndMs: Math.max(...rows[0].tracks.map(last)) };
 });
 
 const EXTENT = (() => {

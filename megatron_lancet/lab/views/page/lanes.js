@@ -76,6 +76,7 @@ function drawGroup(group, canvas, width, view, isFound, chosen) {
     else for (const part of parts) drawSpans(context, row, ...part, width, view, scale, isFound);
     drawn += spans;
   }
+  drawEnd(context, group, width, view, scale);
   const step_end = (group.stepMs - view.from) * scale;
   if (step_end >= 0 && step_end <= width) {
     context.fillStyle = INK.quiet;
@@ -83,6 +84,21 @@ function drawGroup(group, canvas, width, view, isFound, chosen) {
   }
   if (chosen && chosen.group === group) outline(context, chosen, width, view, scale);
   return drawn;
+}
+
+// What follows the last op of a layer: no ops of the plan, so it has no spans.
+function drawEnd(context, group, width, view, scale) {
+  const left = Math.max(0, (group.opsEndMs - view.from) * scale);
+  const right = Math.min(width, (group.stepMs - view.from) * scale);
+  if (right - left < 1) return;
+  const [row] = group.rows;
+  context.fillStyle = INK.fills[DIM];
+  context.fillRect(left, row.y, right - left, row.height);
+  const room = right - left - 8;
+  const text = ["gradient reduction, optimizer", "reduction, optimizer", "end of step"].find((one) => one.length * CHARACTER_PX <= room);
+  if (!text) return;
+  context.fillStyle = INK.quiet;
+  context.fillText(text, left + 4, row.y + row.height / 2 + 0.5);
 }
 
 function drawSpans(context, row, track, first, end, width, view, scale, isFound) {

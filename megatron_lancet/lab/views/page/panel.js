@@ -65,7 +65,7 @@ function fillTip(tip, chosen) {
   if (track.lane === "comm") row("sent", bytesText(track.bytes[index]));
   const parts = [element("strong", name.text), element("em", name.words)];
   if (track.lane === "wait") parts.push(element("div", "compute waits for this message", "loud"));
-  if (track.lane === "wait" && name.reason) row("why", name.reason);
+  if (track.lane === "wait" && name.reason) row("why, as planned", name.reason);
   tip.replaceChildren(...parts, list);
 }
 
@@ -85,8 +85,10 @@ function figure(ms) {
 // A line per layer and chunk, and a line for each layer of several chunks. `find` searches for a text.
 function showSummary(table, find) {
   const { rows, all } = DATA.exposed;
+  const shown = [0, 1, 2].filter((column) => all[column] !== null);
   const head = element("tr");
-  for (const text of ["layer", "chunk", "before", "measured", "predicted", ""]) {
+  const titles = ["before", "measured", "predicted"];
+  for (const text of ["layer", "chunk", ...shown.map((column) => titles[column]), ""]) {
     const cell = element("th", text);
     cell.scope = "col";
     head.append(cell);
@@ -97,13 +99,16 @@ function showSummary(table, find) {
   for (const layer of new Set(rows.map((row) => row[0]))) {
     const own = rows.filter((row) => row[0] === layer);
     if (own.length > 1) {
-      const sums = [2, 3, 4].map((column) => sum(own.map((row) => row[column])));
+      const sums = shown.map((column) => sum(own.map((row) => row[column + 2])));
       body.append(summaryLine(layer, null, sums, 0, find, "sum"));
     }
-    for (const [, chunk, ...values] of own) body.append(summaryLine(layer, chunk, values, values[1] / largest, find, ""));
+    for (const [, chunk, ...values] of own) {
+      const cells = shown.map((column) => values[column]);
+      body.append(summaryLine(layer, chunk, cells, values[1] / largest, find, ""));
+    }
   }
   const total = element("tr", undefined, "sum");
-  total.append(element("td", "all"), element("td"), ...all.map((ms) => element("td", figure(ms))), element("td"));
+  total.append(element("td", "all"), element("td"), ...shown.map((column) => element("td", figure(all[column]))), element("td"));
   body.append(total);
   const top = element("thead");
   top.append(head);

@@ -14,6 +14,8 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.lab.dry_run.report import Findings, report
 from megatron_lancet.lab.dry_run.run import examine, run_dry
+from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 with (LISTS / "MANIFEST.tsv").open() as manifest:
@@ -114,7 +116,7 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
     assert sum(line.startswith("paired micro-batches need up to ") for line in others) == expected.may_pair
     reason = "not pairing: Megatron's loop for a pipeline without"
     assert any(line.startswith(reason) for line in others) != expected.may_pair
-    assert ("use chunks=1 " in findings.plan[0]) != expected.is_cut
+    assert ("(chunks=1 " in findings.plan[0]) != expected.is_cut
     # Megatron's own flag pairs the plan of runs that are too short to find one.
     asks = "--overlap-moe-expert-parallel-comm" in shlex.split((LISTS / f"{name}.args").read_text())
     assert (" paired" in findings.plan[0].split(";")[1]) == asks
@@ -287,18 +289,19 @@ def test_dry_run_shows_the_plan(dry_run):
         "Megatron's loop for a pipeline without virtual stages has no place for a pair, and with one its first stage "
         "would keep 8 micro-batches in place of 4"
     )
-    fixed_line = f"chunks=2 dim=sequence range=stack dw=fill dw-window=4; not paired, because {reason}"
+    fixed_line = f"{plan_text(fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE))}; not paired, because {reason}"
     short_runs = "runs shorter than 76 steps (fewer with a cached profile) use"
     assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
     no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
     assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 76 steps use {fixed_line}"
+    in_four = fixed_plan(4, DwPolicy.NONE, ChunkDim.SEQUENCE)
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
-    assert fixed.plan == [f"chunks=4 dim=sequence range=stack dw=none dw-window=0; not paired, because {reason}"]
+    assert fixed.plan == [f"{plan_text(in_four)}; not paired, because {reason}"]
     assert f"not pairing: {reason}" in findings.plan
     interleaved = ("--num-virtual-stages-per-pipeline-rank", 2, "--lancet-num-chunks", 2, "--lancet-dw-policy", "none")
-    paired = dry_run(MIXTRAL, *overlapping, *interleaved, "--lancet-pairing", "on")
-    assert paired.plan == [
-        "chunks=2 dim=sequence range=stack dw=none dw-window=0 paired",
+    in_pairs = dry_run(MIXTRAL, *overlapping, *interleaved, "--lancet-pairing", "on")
+    assert in_pairs.plan == [
+        plan_text(paired(fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE))),
         "the activations above include a forward that runs during a backward",
     ]
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
@@ -417,9 +420,7 @@ def test_lancet_world_size_is_refused_without_dry_run(monkeypatch):
 def test_plan_with_two_hops_needs_the_ranks_of_a_node(dry_run):
     hops = ("--lancet-dispatch", "two-hop")
     (plan, *_) = dry_run(MIXTRAL, *hops, "--lancet-num-chunks", 1, "--lancet-ranks-per-node", 4).plan
-    assert plan.startswith(
-        "chunks=1 dim=batch range=stack dw=fill dw-window=4 dispatch=two-hop; two hops over 2 nodes x 4"
-    )
+    assert "(chunks=1 dim=batch range=stack dw=fill dw-window=4 dispatch=two-hop); two hops over 2 nodes x 4" in plan
     unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node sets it)"
     assert unknown in dry_run(MIXTRAL).plan
     tuned = dry_run(MIXTRAL, "--lancet-ranks-per-node", 4).plan

@@ -15,12 +15,14 @@ from megatron_lancet.lab.estimate import published
 from megatron_lancet.lab.estimate.candidates import STOCK, stock
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.command import estimate_launch, speeds_of
-from megatron_lancet.lab.estimate.devices import GPUS, corners
+from megatron_lancet.lab.estimate.devices import corners
 from megatron_lancet.lab.estimate.estimate import Corner, Estimate, Estimator, bubble_of, rest_of_step
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
 from megatron_lancet.lab.launch.launch import Launch, as_dry_run
 from megatron_lancet.lab.what_if.forecast import Routing
+from megatron_lancet.planning.sizes.gpus import GPUS
+from megatron_lancet.report.plan_words import plan_text
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 SMALL = (
@@ -142,7 +144,7 @@ def test_plans_are_those_of_their_flags(whole):
         flags = shlex.split(one.candidate.flags)
         words = replace(launch(*flags, "--lancet-world-size", 32, "--lancet-ranks-per-node", 8))
         with as_dry_run(words):
-            assert examine().plan[0].startswith(f"{one.candidate.plan}"), one.candidate.name
+            assert examine().plan[0].startswith(plan_text(one.candidate.plan)), one.candidate.name
 
 
 @pytest.mark.parametrize("name", ["megatron_mixtral_8x7b", "modelzoo_deepseek_v3_h100_128k"])

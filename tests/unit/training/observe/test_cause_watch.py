@@ -22,7 +22,7 @@ def written(monkeypatch):
     """The scalars that are written."""
     scalars = []
     writer = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
-    monkeypatch.setattr(cause_watch, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(cause_watch, "megatrons_writer", lambda: writer)
     return scalars
 
 

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.training.observe import step_recorder
-from megatron_lancet.training.observe.scalars import write_scalars
+from megatron_lancet.training.observe.scalars import megatrons_writer, write_scalars
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 
 COMM = CommTimes(40.0, 10.0, 2.0, 8, 1 << 20, num_dw_in_gaps=7, num_dw_early=1, num_dw_late=2, peak_dw_bytes=9_000_000)
@@ -19,6 +19,7 @@ RECORD = StepRecord(200.0, 4096, COMM)
 FIGURES = {
     "lancet/step_ms": 200.0,
     "lancet/tokens_per_s": 20480.0,
+    "lancet/exposed_share": 0.06,
     "lancet/all_to_all_ms": 40.0,
     "lancet/exposed_ms": 10.0,
     "lancet/counts_exposed_ms": 2.0,
@@ -42,6 +43,31 @@ def test_scalars_are_written_at_their_step():
     write_scalars(writer, 12, RECORD)
     assert writer.scalars == [(name, value, 12) for name, value in FIGURES.items()]
     write_scalars(None, 12, RECORD)  # a rank without a writer
+
+
+class FakeWandb:
+    """The module as Megatron's writer: ``run`` is None when it is finished."""
+
+    def __init__(self):
+        self.run, self.logged = "a run", []
+
+    def log(self, values, step):
+        self.logged += [(name, value, step) for name, value in values.items()]
+
+
+def test_wandb_gets_the_same_tags_until_it_is_finished(monkeypatch):
+    tensorboard, wandb = RecordingWriter(), FakeWandb()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", tensorboard)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
+    write_scalars(megatrons_writer(), 12, RECORD)
+    assert wandb.logged == tensorboard.scalars == [(name, value, 12) for name, value in FIGURES.items()]
+    wandb.run = None
+    write_scalars(megatrons_writer(), 13, RECORD)
+    assert len(wandb.logged) == len(FIGURES)
+    assert len(tensorboard.scalars) == 2 * len(FIGURES)
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
+    assert megatrons_writer() is None
 
 
 def recorder_of(monkeypatch, args: SimpleNamespace) -> StepRecorder:

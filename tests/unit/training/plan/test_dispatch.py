@@ -15,6 +15,7 @@ from megatron_lancet.features.two_hop.feature import nodes_to_connect, unknown_n
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
@@ -82,10 +83,11 @@ def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, c
     plain, line = choose_plan(args, config_with())
     assert plain == choose_plan(args, WITH_PLAIN)[0]
     assert plain.dispatch is PLAIN
-    assert "dispatch" not in line
+    assert "dispatch=" not in line
     plan, line = choose_plan(args, WITH_DEDUP)
     assert plan == replace(plain, dispatch=DEDUP)  # as many messages
-    assert line.startswith(f"{plain} dispatch=dedup")
+    assert line.startswith(plan_text(plan))
+    assert f"({plain} dispatch=dedup)" in line
     both = config_with(dispatch=DEDUP, pairing=PairingChoice.ON, num_chunks=1)
     assert choose_plan(args, both)[0].at_ends.dispatch is DEDUP
 
@@ -106,7 +108,7 @@ def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, c
     assert plan == fixed_plan(
         segment.num_chunks, DwPolicy.FILL, segment.chunk_dim, segment.range, None, multiple, TWO_HOP
     )
-    assert line.startswith(f"{plan}; two hops over 2 nodes x 2 ranks")
+    assert line.startswith(f"{plan_text(plan)}; two hops over 2 nodes x 2 ranks")
     assert "dispatch=two-hop" in line
     paired_plan, _ = choose_plan(args, changed(asked, pairing=PairingChoice.ON, num_chunks=1))
     assert paired_plan.at_ends.dw_window == 4
@@ -237,7 +239,7 @@ def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, t
         assert planning_limits(args, config).dispatches == (PLAIN,)
         plan, line = choose_plan(args, config)
         assert plan.dispatch is PLAIN
-        assert "dispatch" not in line  # the user has not asked for it
+        assert "dispatch=" not in line  # the user has not asked for it
     excluded = [one.reason for one in planning_limits(args, config_with()).excluded if one.what == NAME]
     assert excluded[0].startswith(reason)
     assert all(one.what != NAME for one in planning_limits(args, WITH_PLAIN).excluded)

@@ -7,6 +7,7 @@ import pytest
 from megatron_lancet.config import AttentionChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.layer_pattern import layer_kinds
@@ -42,7 +43,7 @@ def test_plan_file_that_fits_is_taken(megatron_args, written):
     path = written(LAYERS_2_3, made_for)
     plan, line = choose_plan(args, config_with(plan=path))
     assert plan == LAYERS_2_3
-    assert line == f"{LAYERS_2_3} from {path}"
+    assert line == f"{plan_text(LAYERS_2_3)} from {path}"
 
 
 def test_moe_layer_pattern_of_every_second_layer(megatron_args):

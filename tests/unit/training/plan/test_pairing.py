@@ -8,6 +8,7 @@ from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import CommPriority
@@ -76,7 +77,7 @@ def test_auto_may_pair_on_pairs_and_off_does_not(megatron_args, changes):
     assert "paired" not in line
     plan, line = choose_plan(args, ON)
     assert plan == paired(unpaired)
-    assert line.startswith(f"{unpaired} paired")
+    assert line.startswith(plan_text(paired(unpaired)))
     limits = planning_limits(args, OFF)
     assert (limits.pairing, [one for one in limits.excluded if one.what == "pairing"]) == ((False,), [])
     plan, line = choose_plan(args, OFF)
@@ -118,7 +119,7 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
     for num_chunks in (None, 4):
         plan, line = choose_plan(args, config_with(*wishes, num_chunks=num_chunks))
         assert plan == fixed_plan(num_chunks or 2)
-        assert line.startswith(f"{plan}; not paired, because {reason}")
+        assert line.startswith(f"{plan_text(plan)}; not paired, because {reason}")
         with pytest.raises(UsageError) as refusal:
             choose_plan(args, config_with(*wishes, num_chunks=num_chunks, pairing=PairingChoice.ON))
         assert str(refusal.value).startswith(f"--lancet-pairing on is not possible: {reason}")
@@ -173,7 +174,8 @@ def test_fixed_plan_runs_alike_at_the_ends(megatron_args):
     plan, line = choose_plan(megatron_args(), config)
     assert plan == paired(fixed_plan(4, DwPolicy.NONE))
     assert plan.at_ends == plan.in_middle
-    assert line == "chunks=4 dim=batch range=stack dw=none dw-window=0 paired"
+    assert line == plan_text(plan)
+    assert "(chunks=4 dim=batch range=stack dw=none dw-window=0 paired)" in line
     assert not is_tuned(megatron_args(), config)
 
 

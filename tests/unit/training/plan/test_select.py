@@ -9,6 +9,7 @@ from megatron_lancet.config import AttentionChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
+from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
@@ -32,7 +33,8 @@ def megatron_args(monkeypatch):
 def test_auto_plan_has_two_chunks(megatron_args):
     plan, line = choose_plan(megatron_args(), config_with())
     assert plan == fixed_plan(2)
-    assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
+    assert line == plan_text(plan)
+    assert line.endswith("(chunks=2 dim=batch range=stack dw=fill dw-window=4)")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_stock_modules_name_the_fused_attention(megatron_args, experts):
 def test_dw_memory_bound_is_part_of_the_plan(megatron_args):
     plan, line = choose_plan(megatron_args(), config_with(dw_memory_mb=1.5))
     assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
-    assert line.endswith("dw-memory=1.5MB")
+    assert line.endswith("dw-memory=1.5MB)")
     with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
         choose_plan(megatron_args(), config_with(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
 
@@ -228,7 +230,7 @@ FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "unif
 def test_chunks_keep_multiple_that_fp8_wants_and_line_says_so(megatron_args, changes, chunks, note):
     plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), config_with())
     assert plan == fixed_plan(2, **chunks)
-    assert line == "; ".join([str(plan), *([f"--fp8-recipe {note}"] if note else [])])
+    assert line == "; ".join([plan_text(plan), *([f"--fp8-recipe {note}"] if note else [])])
 
 
 def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):

@@ -1,0 +1,68 @@
+"""Whether tuning has cost less time than its plan has saved since then. No torch here."""
+
+from dataclasses import dataclass
+
+from megatron_lancet.report.compared import Compared
+from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
+
+
+@dataclass
+class PayOff:
+    """Counts the time of a run, by one rank's clock, against as many steps without overlap.
+
+    A run's first steps do not count: they are slow in any run.
+
+    Attributes:
+        cost_ms: time that tuning took beyond steps without overlap, profiles and planning included.
+        since_step: the step after which the run was no slower than without overlap, and has stayed so; None before.
+        balance_ms: time that the run is ahead of one without overlap; negative if it is behind.
+    """
+
+    cost_ms: float = 0.0
+    since_step: int | None = None
+    balance_ms: float = 0.0
+    _num_steps: int = 0
+    _spent_ms: float = 0.0
+
+    def add(self, iteration: int, elapsed_ms: float, compared: Compared | None, is_settled: bool) -> None:
+        """Counts a step.
+
+        Args:
+            iteration: its number.
+            elapsed_ms: its time, with the work of tuning around it.
+            compared: the measured steps; None before a plan was chosen.
+            is_settled: whether it ran under the chosen plan.
+        """
+        self._num_steps += 1
+        if self._num_steps <= NUM_WARM_UP_STEPS:
+            return
+        self._spent_ms += elapsed_ms
+        if compared is None:
+            return
+        self.balance_ms = (self._num_steps - NUM_WARM_UP_STEPS) * compared.no_overlap_ms - self._spent_ms
+        if not is_settled:
+            self.cost_ms = -self.balance_ms
+        if self.balance_ms < 0:
+            self.since_step = None
+        elif self.since_step is None and is_settled:
+            self.since_step = iteration
+
+    def as_text(self, compared: Compared) -> str:
+        """A sentence without its end.
+
+        Args:
+            compared: the measured steps.
+        """
+        cost_s = self.cost_ms / 1e3
+        if self.cost_ms <= 0 <= self.balance_ms:
+            return "tuning cost no time: its steps were no slower than without overlap"
+        if self.since_step is not None:
+            return f"tuning cost {cost_s:.1f} s and had paid for itself after step {self.since_step:,}"
+        saved_ms = compared.no_overlap_ms - compared.own_ms
+        if saved_ms <= 0:
+            return f"tuning cost {cost_s:.1f} s, which its plan does not save"
+        num_steps = -self.balance_ms / saved_ms
+        return (
+            f"tuning cost {cost_s:.1f} s and has not paid for itself yet: {-self.balance_ms / 1e3:.1f} s are left, "
+            f"about {num_steps:,.0f} steps at {saved_ms:.0f} ms each"
+        )
