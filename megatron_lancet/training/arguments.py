@@ -19,10 +19,10 @@ from megatron.training.global_vars import set_global_variables
 from megatron_lancet import __version__
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
+from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import flags_of
-from megatron_lancet.training.dry_run_flags import DryRunConfig
 from megatron_lancet.training.flag_conflicts import check_flag_conflicts
 from megatron_lancet.training.input_files import check_datasets, check_tokenizer, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern

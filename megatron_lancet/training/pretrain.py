@@ -9,8 +9,8 @@ import sys
 import warnings
 
 from megatron_lancet.config import FLAGS_VARIABLE
+from megatron_lancet.dry_run_flags import is_dry_run
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.dry_run_flags import is_dry_run
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus, run_rank

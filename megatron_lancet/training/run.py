@@ -1,11 +1,12 @@
 """A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,8 +30,6 @@ from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan
-
-type AroundSteps = Callable[[Sequence[StepHook]], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -211,11 +210,11 @@ class OverlappedRun(Run):
             self.traced = TracedSteps(self.setup, self.recorder, device, self.is_settled)
         self._start_features()
 
-    def enter(self, stack: ExitStack, around_steps: AroundSteps = patches.train_step_hooks) -> None:
+    def enter(self, stack: ExitStack, around_steps: Callable[..., Any] = patches.train_step_hooks) -> None:
         """Change Megatron for the length of ``stack``.
 
         Args:
-            around_steps: puts hooks around each training step.
+            around_steps: puts hooks, which it takes as a list, around each training step; returns a context.
         """
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(position_class().steps(lambda: self.setup.stages))

@@ -24,11 +24,15 @@ ALLOWED = {
     "data": set(),
     "cli": {"schedule", "planning", "data"},
     "__main__": {"cli"},
+    "dry_run_flags": {"flags"},
+    "plan_words": {"schedule"},
     "runtime": {"schedule", "registry"},
     "model": {"schedule", "runtime", "registry"},
     "profiler": {"schedule", "planning", "runtime", "model"},
     "report": {"schedule", "planning", "runtime"},
     "training": {
+        "dry_run_flags",
+        "plan_words",
         "schedule",
         "planning",
         "runtime",
@@ -45,6 +49,7 @@ ALLOWED = {
     "testkit": {"registry", "schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
     "library": {"config", "model", "registry", "training"},
     "lab": {
+        "dry_run_flags",
         "schedule",
         "planning",
         "runtime",

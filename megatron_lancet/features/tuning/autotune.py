@@ -23,10 +23,10 @@ from megatron_lancet.features.tuning.race import has_kernel
 from megatron_lancet.features.tuning.report import speed_up, tuning_text
 from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 from megatron_lancet.files import RecordError
+from megatron_lancet.plan_words import plan_in_words, plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.report.compared import Compared
-from megatron_lancet.report.plan_words import plan_in_words, plan_text
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron import checkpoint_patches

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import simplicity_of_order
 from megatron_lancet.report.compared import Compared
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.training.observe.step_stats import (
     MIN_NOISE_SHARE,

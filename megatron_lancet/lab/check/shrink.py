@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import SmallLaunch
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
-from megatron_lancet.training.dry_run_flags import DryRunConfig
 from megatron_lancet.training.plan.flag_mapping import OTHER_DISPATCHERS
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 

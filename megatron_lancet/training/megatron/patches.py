@@ -210,12 +210,10 @@ def training_loop_hooks(
 
 @contextmanager
 def schedule_hooks(is_trained: Callable[[Any], bool], hooks: Sequence[StepHook]) -> Iterator[None]:
-    """Runs each step of a program with a loop of its own inside ``hooks``: a call of one of Megatron's schedules.
+    """Runs each step of a foreign training loop inside ``hooks``: a call of a schedule, without ``forward_only``.
 
     Args:
-        is_trained: whether a model, or a list of stages, is the one whose steps count. Passes with ``forward_only`` do
-            not count either.
-        hooks: as for :func:`train_step_hooks`.
+        is_trained: whether steps of a model, or of a list of stages, count.
     """
 
     def run(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +233,7 @@ def schedule_hooks(is_trained: Callable[[Any], bool], hooks: Sequence[StepHook])
 
 
 def micro_batch_calculator(calculator: Any) -> AbstractContextManager[None]:
-    """Gives Megatron a calculator of the number of micro-batches, where the program has set up none."""
+    """Gives Megatron a calculator of micro-batches, where the program has set up none."""
     return replaced(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
 
 
@@ -252,11 +250,7 @@ def before_ddp(take: Callable[[Any, Any], None]) -> AbstractContextManager[None]
 
 
 def late_weight_grads(is_prepared: Callable[[Any], bool] = lambda module: True) -> AbstractContextManager[None]:
-    """Makes DDP expect weight gradients after autograd is done, in runs whose DDP settings are not ours.
-
-    Args:
-        is_prepared: whether a module that DDP wraps is one whose linear layers defer them.
-    """
+    """Makes DDP expect weight gradients of prepared modules after autograd is done, where its settings are not ours."""
 
     def take(module: Any, ddp_config: Any) -> None:
         if is_prepared(module):

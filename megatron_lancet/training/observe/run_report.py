@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_lancet.feature import ActiveFeature, Steering
 from megatron_lancet.files import RecordError
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.plan_record import record_of
@@ -16,7 +17,6 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import about
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.plan.attention import check_attention

@@ -19,9 +19,9 @@ from megatron_lancet.features.tuning.controller import (
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
 from megatron_lancet.files import to_plain
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.compared import Compared
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired, plan_without_overlap

@@ -14,8 +14,8 @@ from megatron_lancet.features.tuning.controller import (
     TuningState,
 )
 from megatron_lancet.features.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS, StepTimes
 

@@ -1,6 +1,7 @@
 """A program with its own training loop on two ranks: stock, and with the overlap; losses, gradients, weights."""
 
 import json
+import re
 
 import pytest
 
@@ -62,10 +63,11 @@ def test_overlap_without_a_plan_is_stock(tmp_path):
 
 @pytest.mark.slow
 def test_overlap_finds_its_plan_in_a_foreign_loop(tmp_path):
-    settings = {"cache": "off", "report": tmp_path / "report", "dispatch": "plain", "chunk_dim": "batch"}
-    found, output = compared(settings, "hook", tmp_path, num_steps=220)
-    assert found["num_steps"] == 220
+    few = {"dispatch": "plain", "pairing": "off", "attention": "stock"}
+    settings = {"cache": "off", "report": tmp_path / "report", **few}
+    found, output = compared(settings, "hook", tmp_path, num_steps=150)
+    assert found["num_steps"] == 150
     assert "Megatron-Lancet plan: without overlap: " in output
-    assert "as fast as no overlap" in output
+    assert re.search(r"^  tuning +best of \d+, planned in ", output, re.M)
     assert (tmp_path / "report" / "plan.json").is_file()
     assert found["loss"] < 1e-3

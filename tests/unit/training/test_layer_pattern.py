@@ -16,6 +16,7 @@ from megatron_lancet.training.layer_pattern import (
     pipeline_segments,
 )
 from megatron_lancet.training.plan.support import has_all_to_alls, unsupported
+from megatron_lancet.training.process import exit as ending
 
 ATTENTION, EXPERTS, MLP = LayerKind.ATTENTION_ONLY, LayerKind.MOE_ONLY, LayerKind.MLP_ONLY
 
@@ -117,7 +118,7 @@ def test_hybrid_scripts_name_layers_that_megatron_builds_anyway(hybrid, parser, 
 
 def test_spec_entry_refuses_a_hybrid_model(monkeypatch, capsys):
     """Megatron's hybrid model keeps the function in place of its stack, and calls it with hidden states."""
-    monkeypatch.setattr(spec, "exit_now", sys.exit)
+    monkeypatch.setattr(ending, "exit_now", sys.exit)
     with pytest.raises(SystemExit) as end:
         spec.overlapped_gpt(hidden_states=None, attention_mask=None)
     assert end.value.code == USAGE_EXIT_CODE

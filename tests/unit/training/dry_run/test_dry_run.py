@@ -14,7 +14,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.lab.dry_run.report import Findings, report
 from megatron_lancet.lab.dry_run.run import examine, run_dry
-from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 
 LISTS = Path(__file__).parents[3] / "launch_args"

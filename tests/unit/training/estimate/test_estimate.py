@@ -21,8 +21,8 @@ from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
 from megatron_lancet.lab.launch.launch import Launch, as_dry_run
 from megatron_lancet.lab.what_if.forecast import Routing
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.sizes.gpus import GPUS
-from megatron_lancet.report.plan_words import plan_text
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 SMALL = (

@@ -14,8 +14,8 @@ from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.features.two_hop.feature import nodes_to_connect, unknown_nodes_note
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired

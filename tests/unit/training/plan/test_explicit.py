@@ -6,8 +6,8 @@ import pytest
 
 from megatron_lancet.config import AttentionChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.layer_pattern import layer_kinds

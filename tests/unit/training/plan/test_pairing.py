@@ -7,8 +7,8 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.report.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import CommPriority

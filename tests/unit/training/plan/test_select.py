@@ -9,7 +9,7 @@ from megatron_lancet.config import AttentionChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
-from megatron_lancet.report.plan_words import plan_text
+from megatron_lancet.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa

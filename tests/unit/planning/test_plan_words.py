@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.report.plan_words import plan_in_words, plan_text
+from megatron_lancet.plan_words import plan_in_words, plan_text
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
