@@ -1,24 +1,12 @@
-"""The overlap in Megatron-Bridge's own training loop. Import it where Bridge is installed."""
+"""The overlap in Megatron-Bridge's own training loop."""
 
 from typing import Any
-
-from megatron.bridge.training.callbacks import Callback
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.overlap import Overlap
 
 
-class _Closing(Callback):
-    """Ends the overlap with the training, while process groups are still there."""
-
-    def __init__(self, overlap: Overlap) -> None:
-        self._overlap = overlap
-
-    def on_train_end(self, context: Any) -> None:
-        self._overlap.close()
-
-
-def enable(config: Any, **settings: Any) -> list[Callback]:
+def enable(config: Any, **settings: Any) -> list[Any]:
     """Lets the model of a ``ConfigContainer`` run by a plan.
 
     ::
@@ -33,9 +21,13 @@ def enable(config: Any, **settings: Any) -> list[Callback]:
         Callbacks for ``pretrain`` or ``finetune``, which print the report at the end.
 
     Raises:
-        UsageError: a setting is unknown or wrong, or the configuration has adapters (``config.peft``), which Bridge
-            puts around modules later than this.
+        UsageError: Bridge is not installed, a setting is unknown or wrong, or the configuration has adapters
+            (``config.peft``), which Bridge puts around modules later than this.
     """
+    try:
+        from megatron.bridge.training.callbacks import Callback
+    except ImportError as error:
+        raise UsageError(f"expected Megatron-Bridge, found none ({error}). Install megatron-bridge.") from error
     if config.peft is not None:
         raise UsageError(
             "the overlap does not work with adapters (config.peft): Bridge wraps linear layers that the overlap has "
@@ -49,4 +41,11 @@ def enable(config: Any, **settings: Any) -> list[Callback]:
         **settings,
     )
     config.model.register_pre_wrap_hook(overlap)
-    return [_Closing(overlap)]
+
+    class Closing(Callback):
+        """Ends the overlap with the training, while process groups are still there."""
+
+        def on_train_end(self, context: Any) -> None:
+            overlap.close()
+
+    return [Closing()]
