@@ -55,14 +55,14 @@ def worst_of(found, expected):
 def test_bridge_trains_as_stock_to_the_bit(stock, settings, tmp_path):
     found, output = steps(settings, tmp_path)
     assert found == stock
-    assert "Megatron-Lancet plan: chunks=1" in output
+    assert "(chunks=1 dim=" in output
     assert "Megatron-Lancet report" in output
 
 
 def test_bridge_trains_as_stock_in_chunks(stock, tmp_path):
     found, output = steps({"num_chunks": 2}, tmp_path)
     assert worst_of(found, stock) < TOLERANCE
-    assert "Megatron-Lancet plan: chunks=2" in output
+    assert "(chunks=2 dim=" in output
     assert "Megatron-Lancet report" in output
 
 
