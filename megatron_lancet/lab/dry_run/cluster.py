@@ -33,7 +33,7 @@ def has_package(name: str) -> bool:
 
 
 def gpu_memory_bytes(given_gb: float | None) -> float:
-    """Memory of a GPU of the cluster: the given one, else that of this machine's GPU, else the assumed one's."""
+    """Memory of a GPU of the cluster: as given, else as this machine's GPU has it, else as assumed."""
     if given_gb is not None:
         return given_gb * _BYTES_PER_GB
     if torch.cuda.device_count() > 0:
