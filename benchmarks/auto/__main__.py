@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import te_layers
-from benchmarks.auto.cases import AUTO, CASES, FIXED, SAME, USERS, chosen
+from benchmarks.auto.cases import AUTO, CASES, SAME, VARIANTS, chosen
 from benchmarks.auto.summary import as_markdown, as_text, summarise
 from benchmarks.auto.training import run_case
 from benchmarks.demo.data import prepare
@@ -38,14 +38,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = new_parser("auto", __doc__, list(CASES))
     parser.add_argument("--turns", type=positive_int, default=_TURNS, help=f"of each variant, measured ({_TURNS})")
-    always = f"{SAME}, {USERS} and {AUTO}"
+    others = [name for name in VARIANTS if name not in (SAME, AUTO)]
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=FIXED,
+        choices=others,
         metavar="NAME",
-        help=f"fixed plans beside {always}, of the plans of each case (all; all variants are in memory at once, in "
-        f"bf16 with 3 GB a rank): {', '.join(FIXED)}",
+        help=f"beside {SAME} and {AUTO}, with a fixed plan among them (all of the case; all are in memory at once, in "
+        f"bf16 with 3 GB a rank): {', '.join(others)}",
     )
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / "runs" / "auto", help="of data and logs (runs/auto)"
@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    cases = [case.with_plans(args.variants or ()) for case in chosen(args.cases)]
+    cases = [case.with_variants(args.variants or ()) for case in chosen(args.cases)]
     for case in cases:
         if case.te:
             te_layers.check_unpacked(case.name)

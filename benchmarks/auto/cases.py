@@ -75,7 +75,7 @@ class Case:
         te: Transformer Engine's layers in bf16, in place of local ones in fp32.
         kept: whether ``auto`` also runs with a kept profile.
         flags: further flags of Megatron.
-        only: fixed plans that run; all variants that the case has, if empty.
+        only: variants that run beside the reference and ``auto``; all that the case has, if empty.
     """
 
     name: str
@@ -107,18 +107,20 @@ class Case:
             names += ["k2-seq-dedup", "pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else ["k2", "pairs-k2-seq"]
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
-        return [VARIANTS[name] for name in names if not self.only or name in (SAME, USERS, AUTO, *self.only)]
+        return [VARIANTS[name] for name in names if not self.only or name in (SAME, AUTO, *self.only)]
 
-    def with_plans(self, names: Sequence[str]) -> "Case":
-        """The case with some of its fixed plans; with all of them, if none is named.
+    def with_variants(self, names: Sequence[str]) -> "Case":
+        """The case with some of its variants beside the reference and ``auto``; with all of them, if none is named.
 
         Raises:
-            UsageError: the case has no such plan.
+            UsageError: the case has no such variant, or no fixed plan is among them.
         """
-        have = [variant.name for variant in self.variants if variant.name in FIXED]
+        have = [variant.name for variant in self.variants if variant.name not in (SAME, AUTO)]
         unknown = [name for name in names if name not in have]
         if unknown:
             raise UsageError(f"{self.name} has no {', '.join(unknown)}. Expected: {', '.join(have)}.")
+        if names and not set(names) & set(FIXED):
+            raise UsageError(f"{self.name}: expected a fixed plan among the variants, found {', '.join(names)}.")
         return replace(self, only=tuple(names))
 
     def flags_of(self, variant: Variant) -> list[str]:

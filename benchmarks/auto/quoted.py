@@ -21,14 +21,13 @@ def auto() -> str:
     lines[0] += [f"{TRAINING_STEPS} steps at", "losses"]
     for case, quoted, found in _found():
         chosen, reference = found.variants[AUTO], found.variants[SAME]
-        users = found.variants[USERS].step_ms / chosen.step_ms
         lines.append(
             [
                 linked(case, quoted),
                 f"{reference.step_ms:.0f} ms",
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
-                f"{users:.2f}",
+                _against_users(found),
                 f"{found.to_best.median:.3f} (`{found.best}`)",
                 f"{found.num_tuning_steps} steps",
                 chosen.plan,
@@ -54,7 +53,7 @@ def headline() -> str:
                 f"{CASES[case].described} (`{case}`)",
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
-                f"{found.variants[USERS].step_ms / chosen.step_ms:.2f}",
+                _against_users(found),
                 f"{chosen.waited_share:.0%}",
                 f"[{quoted.date}]({_FOLDER}/{quoted.file}){quoted.mark}",
             ]
@@ -75,7 +74,7 @@ def sentence() -> str:
         for part in parts
         if part
     ]
-    users = _range([one.variants[USERS].step_ms / one.variants[AUTO].step_ms for one in summaries], ".2f")
+    users = _range([float(_against_users(one)) for one in summaries if USERS in one.variants], ".2f")
     left = _range([100 * one.variants[AUTO].waited_share for one in summaries], ".0f")
     marks = "".join(f"; {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
     return (
@@ -84,6 +83,13 @@ def sentence() -> str:
         f"user has it, {users} times. Ours waits for {left} % of its step. Medians of paired steps in {len(found)} "
         f"cases on CPU ranks (`sudo make bench-auto`; [results](docs/performance.md#whole-trainings)){marks}."
     )
+
+
+def _against_users(found: CaseSummary) -> str:
+    """``auto`` against stock as a user has it; a dash where that did not run."""
+    if USERS not in found.variants:
+        return "–"
+    return f"{found.variants[USERS].step_ms / found.variants[AUTO].step_ms:.2f}"
 
 
 def _waits(summary: CaseSummary) -> float:
