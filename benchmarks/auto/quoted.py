@@ -88,7 +88,7 @@ def sentence() -> str:
 def _against_users(found: CaseSummary) -> str:
     """``auto`` against stock as a user has it; a dash where that did not run."""
     if USERS not in found.variants:
-        return "–"
+        return "-"
     return f"{found.variants[USERS].step_ms / found.variants[AUTO].step_ms:.2f}"
 
 
