@@ -212,7 +212,7 @@ class Steering(ActiveFeature):
         return None
 
     def speed_up(self, report: Mapping[str, Any]) -> str:
-        """The first sentence of the closing report, from the values in it: what the plan has brought."""
+        """The speed-up as the first sentence of the closing report, from the report's values."""
         return "the plan was fixed, so nothing was measured without overlap to compare it with"
 
     def is_settled(self) -> bool:

@@ -48,7 +48,7 @@ GROUPS = {
         Command("generate", "generate", "--load DIR", "text from a checkpoint"),
     ),
 }
-"""By headings of the help, in its order."""
+"""The commands under each heading of the help."""
 
 COMMANDS = {command.words: command for group in GROUPS.values() for command in group}
 

@@ -300,7 +300,7 @@ def _remark(plan: Plan, planned: Planned) -> str:
         return ""
     if plan == NO_OVERLAP.plan:
         return "no plan was faster than no overlap"
-    return "another plan was faster than the one that was predicted fastest"
+    return "the plan predicted fastest was not the fastest"
 
 
 def _scaled(

@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass
 class _Entry:
-    """A candidate and its measured steps; a late one ran when no overlap was out."""
+    """A candidate and its measured steps. A late candidate joined after no overlap had left the race."""
 
     candidate: Candidate
     steps: list[StepTimes] = field(default_factory=list)

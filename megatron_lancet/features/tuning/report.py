@@ -28,12 +28,12 @@ def tuning_text(tuning: Mapping[str, Any]) -> list[str]:
 
 
 def speed_up(tuning: Mapping[str, Any]) -> str:
-    """Returns the sentence that says what tuning has brought, without its end.
+    """Returns the speed-up that tuning found, as a sentence without its full stop.
 
     Args:
         tuning: as for :func:`tuning_text`; ``compared`` with the measured steps, None without these; ``overlaps``,
-            whether the plan that won overlaps anything, and ``won_by``, what else makes it differ from stock, in words;
-            ``has_kernel``, whether it has the attention kernel, and ``kernel_gain`` of that kernel alone.
+            whether the plan that won overlaps anything; ``won_by``, its other differences from the plan without
+            overlap, in words; ``has_kernel``, whether it has the attention kernel; ``kernel_gain`` of that kernel alone.
     """
     if tuning["compared"] is None:
         before = tuning["baseline"]
@@ -48,7 +48,7 @@ def speed_up(tuning: Mapping[str, Any]) -> str:
         return f"{compared.gain:.2f}x {than} without overlap on this machine ({figures}{kernel})"
     if tuning["won_by"]:
         won_by = tuning["won_by"]
-        return f"{compared.gain:.2f}x faster than stock on this machine by {won_by}, without overlap ({figures})"
+        return f"{compared.gain:.2f}x faster on this machine by {won_by}; nothing is overlapped ({figures})"
     slower = "no plan was faster than without overlap on this machine by more than the noise"
     return (
         f"{slower} ({compared.no_overlap_ms:.0f} ms a step, exposed {100 * compared.no_overlap_share:.0f} %; measured "

@@ -1,4 +1,4 @@
-"""How many ranks a started program has, and who says so."""
+"""The number of ranks of a started program, and the source of this number."""
 
 import re
 from collections.abc import Mapping, Sequence

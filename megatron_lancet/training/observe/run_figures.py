@@ -1,4 +1,4 @@
-"""What a run is, and what it reached on its devices: figures for the head of its report."""
+"""Model, ranks, throughput and peak memory of a run, for the head of its report."""
 
 import argparse
 import datetime

@@ -275,7 +275,7 @@ def test_plan_tools_refuse_bad_input_with_one_message(run, profile, tmp_path, to
 
 
 def test_alternatives_that_look_faster_have_a_reason(run, profile, tmp_path):
-    """Plans are compared by a simpler prediction than the one that is printed for the best of them."""
+    """The search ranks plans by a simpler prediction; the command prints the full prediction for the best plan."""
     assert "by a simpler prediction" not in run("make_plan", profile, "--output", tmp_path / "plan.json")
     write_profile(profile, shares=(0.2, 0.05, 0.15, 0.1, 0.08, 0.12, 0.14, 0.16))
     made = run("make_plan", profile, "--output", tmp_path / "plan.json")

@@ -157,7 +157,7 @@ def test_autotune_says_what_won_without_overlap(monkeypatch):
     run.steps(3 + 2 + 2 + 14)
     summary = run.tuner.summary()["tuning"]
     assert (summary["overlaps"], summary["won_by"]) == (False, "one row per token and rank, fused attention")
-    assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster than stock on this machine by one row per")
+    assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster on this machine by one row per")
     monkeypatch.setitem(Run.STEP_MS, quick, 150.0)
     slower = Run()
     slower.steps(3 + 2 + 2 + 14)

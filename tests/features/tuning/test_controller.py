@@ -137,7 +137,7 @@ def test_plan_that_ran_for_the_profile_can_win():
     tuning.planned(planned(PLAN, others=(Candidate(OTHER),)))
     race(tuning, {BASE: 200, PLAN: 190, OTHER: 160})
     assert tuning.plan == OTHER
-    assert tuning.remark == "another plan was faster than the one that was predicted fastest"
+    assert tuning.remark == "the plan predicted fastest was not the fastest"
     assert "predicted" not in tuning.lines[-1]
 
 

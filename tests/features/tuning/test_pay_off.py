@@ -76,7 +76,7 @@ def tuning(compared: Compared | None = COMPARED, **values) -> dict:
         ),
         (
             tuning(overlaps=False, won_by="one row per token and rank"),
-            f"1.42x faster than stock on this machine by one row per token and rank, without overlap ({FIGURES})",
+            f"1.42x faster on this machine by one row per token and rank; nothing is overlapped ({FIGURES})",
         ),
         (
             tuning(None, how="not finished: the run ended during race", baseline={"step_ms": 600.0}),

@@ -1,4 +1,4 @@
-"""A training loop of its own on Megatron-Core, stock and with ``Overlap``: what a launcher does, in its order."""
+"""A training loop on Megatron-Core, stock and with ``Overlap``; its calls have the order of a launcher's."""
 
 import json
 import os

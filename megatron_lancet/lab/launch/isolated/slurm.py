@@ -104,7 +104,7 @@ def job_of(
     command: str = "",
     options: Mapping[str, str] | None = None,
 ) -> Job:
-    """Returns the variables of a job; those of the environment have precedence, then options of the command.
+    """Returns the variables of a job. The environment comes first, then the command's options, then ``#SBATCH`` lines.
 
     Args:
         script: text with ``#SBATCH`` lines.
