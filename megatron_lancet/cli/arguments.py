@@ -55,11 +55,16 @@ def require_output_folder(target: Path) -> None:
         raise UsageError(f"output {target} is an existing folder, expected a file name")
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what each command with a launch takes: the launch itself, behind all flags, and how its script runs."""
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag by which a launch script runs without isolation."""
     parser.add_argument(
         "--trust-script", action="store_true", help="run the launch script without isolation, with access to all files"
     )
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the launch, behind all flags of a command, and the flag for its script."""
+    add_trust_argument(parser)
     parser.add_argument(
         "launch",
         nargs=argparse.REMAINDER,

@@ -33,7 +33,8 @@ def speed_up(tuning: Mapping[str, Any]) -> str:
     Args:
         tuning: as for :func:`tuning_text`; ``compared`` with the measured steps, None without these; ``overlaps``,
             whether the plan that won overlaps anything; ``won_by``, its other differences from the plan without
-            overlap, in words; ``has_kernel``, whether it has the attention kernel; ``kernel_gain`` of that kernel alone.
+            overlap, in words; ``has_kernel``, whether it has the attention kernel; ``kernel_gain``, of this kernel
+            alone.
     """
     if tuning["compared"] is None:
         before = tuning["baseline"]

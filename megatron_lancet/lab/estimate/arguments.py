@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from megatron_lancet.cli.arguments import add_trust_argument
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.estimate.cluster_text import EXAMPLE, FORM, ClusterChoice
 from megatron_lancet.lab.what_if.arguments import add_routing_argument
@@ -16,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--published", action="store_true", help="predict public speed-ups instead, and print both: docs/estimate.md"
     )
-    parser.add_argument(
-        "--trust-script", action="store_true", help="run the launch script without isolation, with access to all files"
-    )
+    add_trust_argument(parser)
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterChoice:
