@@ -1,8 +1,8 @@
-"""Puts a run of the short demo into the repository and the README: python docs/demo_figures.py runs/demo/summary.json
+"""Puts a run of the short demo into the repository: python docs/demo_figures.py runs/demo/summary.json
 
 It copies the run's summary to ``benchmarks/results/demo-DATE.json`` and its picture to ``docs/demo_steps.png``, and
-writes the README's sentence from that file. Without an argument it rewrites the README from the newest such
-file. Run ``make demo`` on a quiet machine first: the demo prints DISTURBED if something else used its cores.
+writes the sentence of ``docs/performance.md`` from that file. Without an argument it rewrites the page from the newest
+such file. Run ``make demo`` on a quiet machine first: the demo prints DISTURBED if something else used its cores.
 """
 
 import json
@@ -26,7 +26,7 @@ from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "demo_steps.png"
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "performance.md"
 _COLUMNS = 118
 
 
@@ -55,12 +55,12 @@ def _name(origin: Mapping[str, Any]) -> str:
 
 
 def newest(results: Path = RESULTS) -> Path:
-    """Returns the result file that the README quotes."""
+    """Returns the result file that the page quotes."""
     return max(results.glob("demo-*.json"))
 
 
 def sentence(result: Mapping[str, Any]) -> str:
-    """Returns the README's text between the markers.
+    """Returns the page's text between the markers.
 
     Args:
         result: contents of a result file.
@@ -68,22 +68,22 @@ def sentence(result: Mapping[str, Any]) -> str:
     summary = {**result, "origin": result}
     disturbed = f" DISTURBED: {doubts}." if (doubts := disturbance_text(summary)) else ""
     where = described({**result, "versions": {}, "settings": {}})  # the file has them
-    samples = f"[samples](benchmarks/results/{_name(result)})"
+    samples = f"[samples](../benchmarks/results/{_name(result)})"
     quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
     return textwrap.indent(textwrap.fill(quote, _COLUMNS, break_on_hyphens=False), "> ")
 
 
 def with_figures(text: str, result: Mapping[str, Any]) -> str:
-    """Returns ``text``, the README, with the sentence of a result file.
+    """Returns ``text``, the page, with the sentence of a result file.
 
     Raises:
-        ValueError: the README lacks the markers.
+        ValueError: the page lacks the markers.
     """
     begin, end = "<!-- demo sentence: docs/demo_figures.py -->\n", "\n<!-- end of demo sentence -->"
     place = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
     found = len(place.findall(text))
     if found != 1:
-        raise ValueError(f"the README has {found} places for the demo's sentence")
+        raise ValueError(f"the page has {found} places for the demo's sentence")
     return place.sub(partial(_replaced, sentence(result)), text)
 
 
@@ -92,10 +92,10 @@ def _replaced(content: str, _: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Record a run if one is named, and write the README."""
+    """Record a run if one is named, and write the page."""
     path = record(Path(sys.argv[1]).resolve()) if len(sys.argv) > 1 else newest()
-    README.write_text(with_figures(README.read_text(), json.loads(path.read_text())))
-    say(f"wrote {README.name} from {path.relative_to(REPOSITORY)}")
+    PAGE.write_text(with_figures(PAGE.read_text(), json.loads(path.read_text())))
+    say(f"wrote {PAGE.name} from {path.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":

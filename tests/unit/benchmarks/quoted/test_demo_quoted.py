@@ -1,4 +1,4 @@
-"""The README's sentence about the demo matches the committed result file."""
+"""The sentence of docs/performance.md about the demo matches the committed result file."""
 
 import copy
 import json
@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from benchmarks.demo.steps import Comparison
-from docs.demo_figures import README, newest, record, sentence, with_figures
+from docs.demo_figures import PAGE, newest, record, sentence, with_figures
 from megatron_lancet.errors import UsageError
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    """The committed result that the README quotes."""
+    """The committed result that the page quotes."""
     return json.loads(newest().read_text())
 
 
-def test_readme_quotes_the_committed_demo(result):
-    text = README.read_text()
+def test_page_quotes_the_committed_demo(result):
+    text = PAGE.read_text()
     assert with_figures(text, result) == text, "run python docs/demo_figures.py"
 
 
@@ -33,11 +33,11 @@ def test_committed_demo_is_made_of_its_samples(result):
 
 
 def test_a_changed_figure_is_written_anew(result):
-    text = README.read_text()
+    text = PAGE.read_text()
     faster = {**result, "speedup": 9.87}
     assert "9.87x faster" in with_figures(text, faster)
     assert with_figures(with_figures(text, faster), result) == text
-    with pytest.raises(ValueError, match="the README has 0 places for the demo's sentence"):
+    with pytest.raises(ValueError, match="the page has 0 places for the demo's sentence"):
         with_figures("no place", result)
 
 
