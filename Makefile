@@ -31,7 +31,7 @@ TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/u
 	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
-.PHONY: demo test test-quick test-nightly test-torch test-bridge test-gpu check-gpu lint wheel bench-network bench-auto bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-torch test-bridge test-gpu check-gpu lint wheel bench-network bench-auto bench-bridge bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -54,6 +54,7 @@ help:
 	@echo "                     --nodes (two hops): 4, --load (experts placed by load): 4, --quick: 2"
 	@echo "make bench-auto      whole trainings: auto, stock, Megatron's overlap and fixed plans in turns (root, Linux): two"
 	@echo "                     hours; BENCH_ARGS=\"--cases 45-m4\": ten minutes"
+	@echo "make bench-bridge    stock and pairs in Megatron-Bridge's loop and in Megatron's own (root, Linux): six minutes"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux): 40 minutes;"
 	@echo "                        BENCH_ARGS=--pairing: 15, --tiles: 14, --dispatch: 13, --nodes: 7"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
@@ -111,6 +112,9 @@ bench-network: $(STAMP)
 
 bench-auto: $(STAMP)
 	@$(BIN)/python -m benchmarks.auto $(BENCH_ARGS)
+
+bench-bridge: $(VENV)/bridge/.installed
+	@$(BIN)/python -m benchmarks.bridge $(BENCH_ARGS)
 
 bench-prediction: $(STAMP)
 	@$(BIN)/python -m benchmarks.prediction $(BENCH_ARGS)

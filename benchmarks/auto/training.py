@@ -158,11 +158,7 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             _check_memory(len(running))
             say(f"      {one.variant.name}: first steps")
             one.settle()
-        for number in range(num_turns):
-            order = running[number % len(running) :] + running[: number % len(running)]
-            for one in order:
-                one.turn()
-            say(f"      turn {number + 1} of {num_turns}: {_steps_text(running)}")
+        turns(running, num_turns)
         return {
             "name": case.name,
             "share": case.share,
@@ -172,6 +168,15 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},
         }
+
+
+def turns(running: Sequence[Running], number: int) -> None:
+    """Lets each variant have a number of measured turns, the first of them another variant each time."""
+    for turn in range(number):
+        first = turn % len(running)
+        for one in (*running[first:], *running[:first]):
+            one.turn()
+        say(f"      turn {turn + 1} of {number}: {_steps_text(running)}")
 
 
 def _check_memory(num_variants: int) -> None:

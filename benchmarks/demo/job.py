@@ -23,6 +23,7 @@ from benchmarks.harness.namespaces import NUM_NODES, uninterrupted
 from benchmarks.harness.ranks import end, rank_environment
 from megatron_lancet.errors import UsageError
 
+_RANK = "benchmarks.demo.rank"
 _STEP_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 240.0
 _END_TIMEOUT_S = 240.0
@@ -49,17 +50,23 @@ class Job:
         log: Path,
         trace: Sequence[int] = (),
         options: Sequence[str] = (),
+        module: str = _RANK,
+        import_paths: Sequence[Path] = (),
     ) -> None:
         """Starts the ranks.
 
         Args:
             flags: of Megatron and ours.
             trace: steps whose timelines are recorded.
-            options: of :mod:`benchmarks.demo.rank`.
+            options: of ``module``.
+            module: that each rank runs.
+            import_paths: the ranks' ``PYTHONPATH``; empty for this repository alone.
         """
         self.name = name
         self.log = log
         self._link = link
+        self._module = module
+        self._paths = {"PYTHONPATH": os.pathsep.join(map(str, import_paths))} if import_paths else {}
         self._is_ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -68,7 +75,8 @@ class Job:
             options += ["--interface", link.interface]
         meet = link.rendezvous()
         with log.open("ab") as file:
-            file.write(f"$ {name}: pretrain_gpt_moe.py {shlex.join(flags)}\n".encode())
+            program = "pretrain_gpt_moe.py" if module == _RANK else module
+            file.write(f"$ {name}: {program} {shlex.join(flags)}\n".encode())
             file.flush()
             try:
                 for rank, core in enumerate(rank_cores()):
@@ -79,8 +87,9 @@ class Job:
 
     def _start(self, rank: int, arguments: Sequence[str], meet: dict[str, str], file: Any) -> None:
         begin, end_of_pipe = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.demo.rank", "--records", str(end_of_pipe), *arguments]
-        environment = {name: value for name, value in rank_environment(rank).items() if name not in _UNUSED} | meet
+        command = [sys.executable, "-m", self._module, "--records", str(end_of_pipe), *arguments]
+        environment = {name: value for name, value in rank_environment(rank).items() if name not in _UNUSED}
+        environment |= meet | self._paths
         try:
             process = subprocess.Popen(
                 self._link.command(rank, command),

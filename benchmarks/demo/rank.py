@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -192,7 +192,7 @@ def main() -> None:
     """Entry point of a rank."""
     args = parse_arguments(sys.argv[1:])
     faulthandler.register(signal.SIGUSR1)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank does not outlive the demo
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank does not outlive the demo
     os.sched_setaffinity(0, {args.core})
     sys.argv[1:] = args.megatron_flags
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.auto import summary as auto_summary
 from benchmarks.bins import summary as bins_summary
+from benchmarks.bridge import summary as bridge_summary
 from benchmarks.causes import summary as causes_summary
 from benchmarks.evaluation import summary as evaluation_summary
 from benchmarks.from_trace import summary as from_trace_summary
@@ -22,6 +23,7 @@ from benchmarks.priority import summary as priority_summary
 RESULTS = Path(__file__).parents[1] / "results"
 MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "auto": (auto_summary.summarise, auto_summary.as_markdown),
+    "bridge": (bridge_summary.summarise, bridge_summary.as_markdown),
     "network": (network_summary.summarise, network_table.as_markdown),
     "prediction": (prediction_errors.compare, prediction_table.as_markdown),
     "priority": (priority_summary.summarise, priority_summary.as_markdown),
