@@ -1,12 +1,15 @@
 """The few plans of a search that are worth measuring, and which of two plans is simpler."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 
 NUM_FINALISTS = 3
 CLOSE_PART = 1.15
 """Plans that are predicted slower than this times the best are not measured: most predictions are better than that."""
+
+EQUAL_PART = 1.02
+"""Plans of a kind within this times its best count as equal: predictions are off by about as much."""
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -39,16 +42,22 @@ def kind_of(plan: Plan) -> tuple[object, ...]:
 
 
 def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
-    """The best plan of each of the best kinds.
+    """The simplest of the plans of a kind that are predicted equal, of each of the best kinds.
 
     Args:
         best_first: plans and their predicted steps in ms, the best first.
         most: number of plans, at most.
     """
-    found: dict[tuple[object, ...], Plan] = {}
+    kinds: dict[tuple[object, ...], list[tuple[Plan, float]]] = {}
     best_ms: float | None = None
     for plan, step_ms in best_first:
         best_ms = step_ms if best_ms is None else best_ms
         if step_ms <= CLOSE_PART * best_ms:
-            found.setdefault(kind_of(plan), plan)
-    return list(found.values())[:most]
+            kinds.setdefault(kind_of(plan), []).append((plan, step_ms))
+    return [_simplest(plans) for plans in kinds.values()][:most]
+
+
+def _simplest(plans: Sequence[tuple[Plan, float]]) -> Plan:
+    """The simplest of the plans that are predicted equal to the first."""
+    _, best_ms = plans[0]
+    return min((plan for plan, step_ms in plans if step_ms <= EQUAL_PART * best_ms), key=simplicity)

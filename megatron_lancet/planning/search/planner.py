@@ -100,7 +100,7 @@ class PlannedStep:
         is_exact: whether every plan of the space was simulated.
         warning: message for the user, for example if no plan fits into memory; None if there is none.
         limits: the restrictions of the search.
-        finalists: the plan and the best of other kinds, best first, that fit and are predicted about as fast.
+        finalists: the simplest plan of each of the best kinds that is predicted about as fast as its kind's best.
     """
 
     plan: Plan
@@ -209,7 +209,7 @@ class Planner:
         )
 
     def _finalists(self, ordered: Sequence[Alternative]) -> list[Plan]:
-        """See :attr:`PlannedStep.finalists`; the first of ``ordered`` is the chosen plan."""
+        """See :attr:`PlannedStep.finalists`; the first of ``ordered`` is the fastest by prediction."""
         bound = self._limits.max_memory_bytes
         fitting = [(one.plan, one.prediction.step_ms) for one in ordered if one.fits]
         return [

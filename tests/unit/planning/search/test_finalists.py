@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, distinct, kind_of, simplicity
+from megatron_lancet.planning.search.finalists import (
+    CLOSE_PART,
+    EQUAL_PART,
+    NUM_FINALISTS,
+    distinct,
+    kind_of,
+    simplicity,
+)
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
@@ -42,11 +49,18 @@ def test_kinds_differ():
     assert kind_of(paired(TWO, FOUR)) == kind_of(paired(TWO))
 
 
-def test_best_plan_of_each_kind_is_kept():
+def test_simplest_of_equal_plans_of_each_kind_is_kept():
     variant = replace(TWO, dw_window=8)
-    found = [(variant, 100.0), (TWO, 100.1), (FOUR, 101.0), (SEQUENCE, 102.0), (paired(TWO), 103.0)]
-    assert distinct(found, 3) == [variant, FOUR, SEQUENCE]
-    assert distinct(found[:2], 3) == [variant]
+    found = [(variant, 100.0), (TWO, 100.0 * EQUAL_PART), (FOUR, 102.1), (SEQUENCE, 102.2), (paired(TWO), 103.0)]
+    assert distinct(found, 3) == [TWO, FOUR, SEQUENCE]
+    assert distinct(found[:2], 3) == [TWO]
+    assert distinct([(variant, 100.0), (TWO, 100.1 * EQUAL_PART)], 3) == [variant]
+
+
+def test_plan_at_the_ends_needs_a_gain():
+    with_ends = paired(WHOLE, TWO)
+    assert distinct([(with_ends, 100.0), (paired(WHOLE), 101.9)], 3) == [paired(WHOLE)]
+    assert distinct([(with_ends, 100.0), (paired(WHOLE), 102.1)], 3) == [with_ends]
 
 
 def test_plans_that_are_predicted_slow_are_left_out():
@@ -60,11 +74,12 @@ def test_simpler_plans_come_first():
     assert len(set(keys)) == len(keys)
 
 
-def test_search_lists_its_choice_first_and_the_same_each_time():
+def test_search_lists_the_kind_of_its_choice_first_and_the_same_each_time():
     profile = synthetic_profile(Machine())
     first, second = make_plan(profile, SMALL), make_plan(profile, SMALL)
     assert first.finalists == second.finalists
-    assert first.finalists[0] == first.plan
+    assert kind_of(first.finalists[0]) == kind_of(first.plan)
+    assert simplicity(first.finalists[0]) <= simplicity(first.plan)
     kinds = [kind_of(plan) for plan in first.finalists]
     assert 1 < len(kinds) == len(set(kinds)) <= NUM_FINALISTS
 
