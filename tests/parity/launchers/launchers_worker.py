@@ -69,8 +69,11 @@ class Policy:
     """
 
     def __init__(self, freezes_router: bool = False) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config, stage = built()
@@ -110,7 +113,8 @@ class Policy:
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         """What a rollout server gets."""
-        return {f"weight {seed} {name}": weight.detach().clone() for name, weight in self.stages[0].module.named_parameters()}
+        weights = self.stages[0].module.named_parameters()
+        return {f"weight {seed} {name}": weight.detach().clone() for name, weight in weights}
 
     def off_the_gpu_and_back(self) -> None:
         """Frees and restores the storages of weights and gradients, as verl does around rollouts."""
@@ -227,9 +231,7 @@ def enter_ms_swift(folder: Path) -> None:
     for name in ("swift", "swift.megatron"):
         sys.modules[name] = ModuleType(name)
     sys.modules[stand_in.__name__] = stand_in
-    (folder / "my_plugin.py").write_text(
-        "from megatron_lancet.library.launchers.ms_swift import install\ninstall()\n"
-    )
+    (folder / "my_plugin.py").write_text("from megatron_lancet.library.launchers.ms_swift import install\ninstall()\n")
     sys.path.insert(0, str(folder))
     importlib.import_module("my_plugin")
 
@@ -275,8 +277,23 @@ def found_in(launcher: str, flags: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+def refusal(flags: str) -> str:
+    """What a launcher sees when DDP wraps its model."""
+    from megatron_lancet.errors import UsageError
+
+    os.environ["LANCET_FLAGS"] = flags
+    enter_slime(Path())
+    try:
+        Policy()
+    except UsageError as error:
+        return str(error)
+    finally:
+        launchers.close()
+    return "not refused"
+
+
 def main() -> None:
-    cases, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    cases, refused, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     with cpu_platform():
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel
@@ -288,6 +305,7 @@ def main() -> None:
         folder = out.parent / f"rank{dist.get_rank()}"
         folder.mkdir()
         found = {name: found_in(launcher, flags, folder) for name, (launcher, flags) in cases.items()}
+        found["refused"] = {flags: refusal(flags) for flags in refused}
         assert before == (DistributedDataParallel.__init__, schedules.forward_backward_no_pipelining)
         if dist.get_rank() == 0:
             out.write_text(json.dumps(found))
