@@ -9,12 +9,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import LanguageModel
 
-_NO_ADAPTERS = "Train all weights without adapters (LoRA), or leave the overlap out"
-_FOREIGN = {
-    "mcore_bridge": "Pass --bridge_backend megatron-bridge to ms-swift, which keeps Megatron's classes",
-    "megatron.bridge.peft": _NO_ADAPTERS,
-    "peft": _NO_ADAPTERS,
-}
+_FOREIGN = {"mcore_bridge": "Pass --bridge_backend megatron-bridge to ms-swift, which keeps Megatron's classes"}
 """Packages with parts of models that the overlap does not know, and what to do."""
 
 

@@ -50,6 +50,7 @@ class Overlap:
         seq_length: int | None = None,
         num_micro_batches: int | None = None,
         num_steps: int | None = None,
+        packed_samples: bool = False,
         timeout_minutes: int = 10,
         flags: Sequence[str] = (),
         **settings: Any,
@@ -63,6 +64,8 @@ class Overlap:
             num_micro_batches: micro-batches of a step on this rank. None: as Megatron's calculator has it, where the
                 launcher has set that up.
             num_steps: steps of the training. With fewer steps than tuning takes, the plan is fixed. None: not known.
+            packed_samples: whether the model gets ``packed_seq_params``, the bounds of documents that do not attend to
+                each other. Their lengths may differ in each micro-batch.
             timeout_minutes: longest wait for a message of another rank.
             flags: ``--lancet-*`` flags and their values, as words of a command line.
             settings: values of ``--lancet-*`` flags by their names with underscores, such as ``plan="off"``,
@@ -77,7 +80,7 @@ class Overlap:
         if (micro_batch_size is None) != (seq_length is None):
             raise UsageError("expected micro_batch_size and seq_length, or neither of them, found one.")
         self._config = _config_of(flags, settings, shapes_change=seq_length is None)
-        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps)
+        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps, packed_samples)
         self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
         self._stack = ExitStack()
         self._run: OverlappedRun | None = None

@@ -30,12 +30,14 @@ class StepShape:
         seq_length: tokens of a sample, before context parallelism cuts it; None if they change.
         num_micro_batches: micro-batches of a step; None if Megatron's calculator has their number.
         num_steps: steps of the training; None if that is not known.
+        has_packed_samples: whether samples are made of documents, whose bounds come as ``packed_seq_params``.
     """
 
     micro_batch_size: int | None
     seq_length: int | None
     num_micro_batches: int | None
     num_steps: int | None = None
+    has_packed_samples: bool = False
 
     def with_micro_batches(self, number: int) -> "StepShape":
         """Returns the shape with this number of micro-batches."""
@@ -115,6 +117,7 @@ def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any
         "untie_embeddings_and_output_weights": not getattr(model, "share_embeddings_and_output_weights", False),
         "position_embedding_type": getattr(model, "position_embedding_type", "rope"),
         "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+        "dataloader_inter_document_masking": shape.has_packed_samples,
         "spec": None,
     }
 

@@ -21,8 +21,8 @@ _installed: "list[Overlap]" = []
 def install_from_environment() -> "Overlap":
     """Lets the first model with experts that Megatron's DDP wraps in this process run by a fixed plan.
 
-    Micro-batches may have any shapes, and steps any number of them. The second call in a process returns the first
-    one's overlap.
+    Micro-batches may have any shapes, packed (``packed_seq_params``) or not, and steps any number of them. The second
+    call in a process returns the first one's overlap.
 
     Raises:
         UsageError: ``LANCET_FLAGS`` is not set, or has an unknown or wrong flag; or Megatron has another version.
@@ -38,7 +38,7 @@ def install_from_environment() -> "Overlap":
     from megatron_lancet.library.overlap import Overlap
 
     try:
-        overlap = Overlap(flags=shlex.split(flags))
+        overlap = Overlap(flags=shlex.split(flags), packed_samples=True)
     except (UsageError, ValueError) as error:
         raise UsageError(f"{FLAGS_VARIABLE}: {error}") from error
     _installed.append(overlap.install())

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.library import launchers
+from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
@@ -36,19 +37,31 @@ class Recorded:
     num_tokens: int = 0
 
 
-def batches(seed: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of unlike lengths, in each micro-batch and on each rank."""
-    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+def batches(seed: int, number: int, packs: bool) -> list[dict[str, Any]]:
+    """Rows of unlike lengths, in each micro-batch and on each data-parallel rank.
+
+    Args:
+        packs: whether a row has several documents, which do not attend to each other.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    generator = torch.Generator().manual_seed(100 * seed + parallel_state.get_data_parallel_rank())
     found = []
     for _ in range(number):
-        length = int(torch.randint(5, SEQ_LENGTH, (), generator=generator))
-        tokens = torch.randint(VOCAB, (1, length + 1), generator=generator)
-        positions = torch.arange(length)[None]
-        found.append({"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]})
+        lengths = torch.randint(2, SEQ_LENGTH, (3 if packs else 1,), generator=generator)
+        tokens = torch.randint(VOCAB, (1, int(lengths.sum()) + 1), generator=generator)
+        positions = torch.cat([torch.arange(int(length)) for length in lengths])[None]
+        batch: dict[str, Any] = {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}
+        if packs:
+            ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            longest = int(lengths.max())
+            batch["packed_seq_params"] = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        found.append(batch)
     return found
 
 
-def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any, loss_of: Callable[[torch.Tensor], Any]) -> Any:
+def forward_step(data: Iterator[dict[str, Any]], model: Any, loss_of: Callable[[torch.Tensor], Any]) -> Any:
     return model(attention_mask=None, **next(data)), loss_of
 
 
@@ -66,9 +79,10 @@ class Policy:
 
     Args:
         freezes_router: whether routers are not trained, as NeMo-RL's recipes ask.
+        packs: whether samples are packed.
     """
 
-    def __init__(self, freezes_router: bool = False) -> None:
+    def __init__(self, freezes_router: bool = False, packs: bool = True) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -76,6 +90,7 @@ class Policy:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        self.packs = packs
         config, stage = built()
         for name, weight in stage.named_parameters():
             weight.requires_grad_(not (freezes_router and "router" in name))
@@ -91,7 +106,7 @@ class Policy:
         )
 
     def run(self, seed: int, number: int, forward_only: bool = False) -> float:
-        return run(self.stages, seed, number, forward_only)
+        return run(self.stages, batches(seed, number, self.packs), forward_only)
 
     def update(self, seed: int, number: int, recorded: Recorded) -> None:
         for stage in self.stages:
@@ -99,7 +114,7 @@ class Policy:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         recorded.losses.append(self.run(seed, number))
-        recorded.num_tokens += sum(batch["input_ids"].numel() for batch in batches(seed, number))
+        recorded.num_tokens += sum(batch["input_ids"].numel() for batch in batches(seed, number, self.packs))
         for name, weight in self.stages[0].module.named_parameters():
             if weight.requires_grad:
                 recorded.tensors[f"gradient {seed} {name}"] = weight.main_grad.clone()
@@ -135,18 +150,20 @@ def built() -> tuple[Any, Any]:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**EXPERTS, expert_model_parallel_size=2, variable_seq_lengths=True)
-    return config, small_gpt(config)
+    # Megatron's local attention has no documents.
+    with fused_core_attention(True):
+        return config, small_gpt(config)
 
 
-def run(stages: list[Any], seed: int, number: int, forward_only: bool) -> float:
+def run(stages: list[Any], rows: list[dict[str, Any]], forward_only: bool) -> float:
     """The call of all four launchers; shapes are not known before the micro-batches."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     results = get_forward_backward_func()(
         forward_step_func=partial(forward_step, loss_of=log_probs if forward_only else policy_loss),
-        data_iterator=iter(batches(seed, number)),
+        data_iterator=iter(rows),
         model=stages,
-        num_microbatches=number,
+        num_microbatches=len(rows),
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -163,7 +180,7 @@ def reinforced(policy: Policy, reference: list[Any]) -> Recorded:
         policy.off_the_gpu_and_back()
         recorded.losses.append(policy.log_probs(seed, 3))
         with torch.no_grad():
-            recorded.losses.append(run(reference, seed, 3, forward_only=True))
+            recorded.losses.append(run(reference, batches(seed, 3, policy.packs), forward_only=True))
         for index, number in enumerate(updates):
             policy.update(seed + index + 1, number, recorded)
     recorded.tensors |= policy.weights(999)
@@ -192,8 +209,8 @@ def of_ms_swift() -> Recorded:
 
 
 def of_nemo_rl() -> Recorded:
-    """The reference model is built with DDP, after the policy; routers are frozen."""
-    policy = Policy(freezes_router=True)
+    """The reference model is built with DDP, after the policy; routers are frozen, and samples are not packed."""
+    policy = Policy(freezes_router=True, packs=False)
     return reinforced(policy, Policy(freezes_router=True).stages)
 
 

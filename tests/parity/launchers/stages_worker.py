@@ -11,28 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.library import launchers
+from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.platform.cpu import cpu_platform
-from tests.parity.launchers.launchers_worker import forward_step, policy_loss
+from tests.parity.launchers.launchers_worker import batches, forward_step, policy_loss
 from tests.parity.paired.paired_cases import PIPELINES
 from tests.parity.paired.paired_layouts_worker import build_stages
-from tests.small_gpt import SEQ_LENGTH, VOCAB
 
 NUM_MICRO_BATCHES = (4, 2)
 SETTINGS = {**PIPELINES["EP2xPP2"], "variable_seq_lengths": True, "moe_layer_freq": [0, 1, 1, 1]}
 """The first stage of the first rank has no experts."""
-
-
-def batches(step: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of unlike lengths, the same on all ranks of a pipeline."""
-    from megatron.core import parallel_state
-
-    generator = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
-    found = []
-    for _ in range(number):
-        length = int(torch.randint(5, SEQ_LENGTH, (), generator=generator))
-        tokens = torch.randint(VOCAB, (1, length + 1), generator=generator)
-        found.append({"input_ids": tokens[:, :-1], "position_ids": torch.arange(length)[None], "labels": tokens[:, 1:]})
-    return found
 
 
 def trained() -> list[Any]:
@@ -40,7 +27,8 @@ def trained() -> list[Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    models, config, _ = build_stages(SETTINGS)
+    with fused_core_attention(True):  # Megatron's local attention has no documents
+        models, config, _ = build_stages(SETTINGS)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
     stages = [
         DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
@@ -53,7 +41,7 @@ def trained() -> list[Any]:
             stage.zero_grad_buffer()
         results = get_forward_backward_func()(
             forward_step_func=partial(forward_step, loss_of=policy_loss),
-            data_iterator=[iter(batches(step, number)) for _ in stages],
+            data_iterator=[iter(batches(step, number, packs=True)) for _ in stages],
             model=stages,
             num_microbatches=number,
             seq_length=1,
