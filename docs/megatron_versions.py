@@ -25,10 +25,11 @@ def table(missing: Mapping[str, Sequence[str]]) -> str:
     Args:
         missing: what each version lacks.
     """
-    rows = dict.fromkeys(name for its in missing.values() for name in its)
-    lines = [f"| lacks | {' | '.join(missing)} |", f"|---|{'---|' * len(missing)}"]
-    lines += [f"| `{name}` | {' | '.join('x' if name in its else '' for its in missing.values())} |" for name in rows]
-    return "\n".join([*lines, f"| in all | {' | '.join(str(len(its)) for its in missing.values())} |"])
+    lines = ["| megatron-core | lacks |", "|---|---|"]
+    for version, its in missing.items():
+        names = ", ".join(name if " " in name else f"`{name}`" for name in its)
+        lines.append(f"| {version} | {names or 'nothing'} |")
+    return "\n".join(lines)
 
 
 def missing_in(folder: Path) -> list[str]:
