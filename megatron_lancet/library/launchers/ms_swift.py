@@ -23,7 +23,7 @@ def install() -> None:
     except ImportError as error:
         raise UsageError(f"expected ms-swift with Megatron, found none ({error}). Install ms-swift 4.6.") from error
 
-    class Closing(MegatronCallback):  # type: ignore[misc]
+    class Closing(MegatronCallback):
         """Ends the overlap with the training, while process groups are still there."""
 
         def on_train_end(self) -> None:
