@@ -53,6 +53,7 @@ setup(
         "console_scripts": [
             "pretrain-gpt-moe = megatron_lancet.training.pretrain:main",
             "lancet = megatron_lancet.cli.scripts:main",
-        ]
+        ],
+        "verl.plugins": ["lancet = megatron_lancet.library.launchers.verl"],
     },
 )

@@ -5,10 +5,12 @@ from typing import cast
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import LanguageModel
+
+_FOREIGN = {"mcore_bridge": "Pass --bridge_backend megatron-bridge to ms-swift, which keeps Megatron's classes"}
+"""Packages with parts of models that the overlap does not know, and what to do."""
 
 
 def language_model_of(stage: torch.nn.Module) -> LanguageModel:
@@ -27,5 +29,19 @@ def language_model_of(stage: torch.nn.Module) -> LanguageModel:
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Whether some layer has experts."""
-    return any(isinstance(one, MoELayer) for one in module.modules())
+    """Whether a module holds a language model with experts, on this rank or on another stage's."""
+    models = (one for one in module.modules() if isinstance(one, GPTModel | HybridModel))
+    return any(model.config.num_moe_experts is not None for model in models)
+
+
+def refuse_foreign_parts(stage: torch.nn.Module) -> None:
+    """Refuses parts that a launcher puts in place of Megatron's.
+
+    Raises:
+        UsageError: there is one; says what to switch.
+    """
+    for module in stage.modules():
+        package = type(module).__module__
+        for prefix, advice in _FOREIGN.items():
+            if package == prefix or package.startswith(f"{prefix}."):
+                raise UsageError(f"expected Megatron-Core's layers, found {package}.{type(module).__name__}. {advice}.")

@@ -1,6 +1,5 @@
 """The overlap as a hook for any program that builds a Megatron-Core model and trains it with Megatron's schedules."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,8 +10,10 @@ from megatron.core import num_microbatches_calculator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.library.models import has_experts, language_model_of
+from megatron_lancet.library.changing_shapes import ChangingShapes
+from megatron_lancet.library.models import has_experts, language_model_of, refuse_foreign_parts
 from megatron_lancet.library.run_arguments import StepShape, run_arguments
+from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
@@ -45,22 +46,28 @@ class Overlap:
         self,
         ddp_config: Any = None,
         *,
-        micro_batch_size: int,
-        seq_length: int,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
         num_micro_batches: int | None = None,
         num_steps: int | None = None,
+        packed_samples: bool = False,
         timeout_minutes: int = 10,
+        flags: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         """
         Args:
             ddp_config: the ``DistributedDataParallelConfig`` of the model's DDP; :meth:`install` needs none.
-            micro_batch_size: samples of a micro-batch.
+            micro_batch_size: samples of a micro-batch. None, and no ``seq_length``: both change from micro-batch to
+                micro-batch, and their number from step to step. The plan must be fixed then, and cut no micro-batch.
             seq_length: tokens of a sample.
             num_micro_batches: micro-batches of a step on this rank. None: as Megatron's calculator has it, where the
                 launcher has set that up.
             num_steps: steps of the training. With fewer steps than tuning takes, the plan is fixed. None: not known.
+            packed_samples: whether the model gets ``packed_seq_params``, the bounds of documents that do not attend to
+                each other. Their lengths may differ in each micro-batch.
             timeout_minutes: longest wait for a message of another rank.
+            flags: ``--lancet-*`` flags and their values, as words of a command line.
             settings: values of ``--lancet-*`` flags by their names with underscores, such as ``plan="off"``,
                 ``num_chunks=2`` or ``pairing="on"``; ``--lancet-help`` lists them.
 
@@ -70,12 +77,15 @@ class Overlap:
         check_versions()
         check_seams()
         self.line = ""
-        self._config = _config_of(settings)
-        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps)
+        if (micro_batch_size is None) != (seq_length is None):
+            raise UsageError("expected micro_batch_size and seq_length, or neither of them, found one.")
+        self._config = _config_of(flags, settings, shapes_change=seq_length is None)
+        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps, packed_samples)
         self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
         self._stack = ExitStack()
         self._run: OverlappedRun | None = None
         self._is_hooked = False
+        self._waiting: list[tuple[Callable[[], None], torch.nn.Module]] = []  # virtual stages until the last one
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Prepares the unwrapped pipeline stages of this rank, in place. Collective over all ranks.
@@ -93,8 +103,10 @@ class Overlap:
         if self._ddp_config is None:
             raise UsageError("expected the DDP configuration of the model, Overlap(ddp_config, ...), found none.")
         self._is_hooked = True
+        for stage in stages:
+            refuse_foreign_parts(stage)
         models = [language_model_of(stage) for stage in stages]
-        shape = self._known_shape()
+        shape = self._known_shape(models[0])
         args = run_arguments(models, self._ddp_config, shape, self._timeout_minutes)
         device = next(models[0].parameters()).device
         choice = choose_run(args, self._config, device)
@@ -112,11 +124,12 @@ class Overlap:
     def install(self) -> Self:
         """For launchers without a hook: prepares the first model with experts that Megatron's DDP wraps.
 
+        DDP wraps virtual stages one by one. All of them are prepared, and wrapped, when the last one comes.
+
         Raises:
-            UsageError: as :meth:`__call__`, when DDP wraps the model; also for a model of virtual stages, which DDP
-                wraps one by one.
+            UsageError: as :meth:`__call__`, when DDP wraps the model.
         """
-        self._stack.enter_context(patches.before_ddp(self._take_from_ddp))
+        self._stack.enter_context(patches.around_ddp(self._take_from_ddp))
         return self
 
     def __enter__(self) -> Self:
@@ -156,8 +169,10 @@ class Overlap:
         """The collective that this rank has reached, for error messages."""
         return self._run.setup.position if self._run is not None else "in Megatron's own model"
 
-    def _known_shape(self) -> StepShape:
+    def _known_shape(self, model: LanguageModel) -> StepShape:
         """Returns the shape of a step with its number of micro-batches; Megatron's calculator has it from now on."""
+        if self._shape.changes:
+            return self._shape.of_longest(model)
         has_calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None
         if self._shape.num_micro_batches is None:
             if not has_calculator:
@@ -171,19 +186,24 @@ class Overlap:
             self._stack.enter_context(patches.micro_batch_calculator(calculator))
         return self._shape
 
-    def _take_from_ddp(self, module: torch.nn.Module, ddp_config: Any) -> None:
-        if self._is_hooked or not has_experts(module):
-            return
-        config = language_model_of(module).config
-        if config.virtual_pipeline_model_parallel_size is not None:
-            raise UsageError(
-                "Overlap.install does not work with virtual pipeline stages, which DDP wraps one by one. Call the "
-                "object with all stages before DDP wraps them."
-            )
+    def _take_from_ddp(self, build: Callable[[], None], module: torch.nn.Module, ddp_config: Any) -> None:
+        if not has_experts(module):
+            return build()
+        if self._is_hooked:
+            if not self._is_ours(module):
+                say("Megatron-Lancet: another model with experts is trained in this process; it stays stock.")
+            return build()
+        self._waiting.append((build, module))
+        if len(self._waiting) < (language_model_of(module).config.virtual_pipeline_model_parallel_size or 1):
+            return None
+        waiting, self._waiting = self._waiting, []
         self._ddp_config = ddp_config
-        self([module])
+        self([stage for _, stage in waiting])
         if self._run is not None and self._run.setup.delays_weight_grads:
             ddp_config.delay_wgrad_compute = True
+        for build_one, _ in waiting:
+            build_one()
+        return None
 
     def _is_ours(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
         """Whether a model, wrapped or not, holds a stage that was prepared."""
@@ -201,17 +221,17 @@ class Overlap:
         return result
 
 
-def _config_of(settings: dict[str, object]) -> LancetConfig:
-    """Reads settings as their flags are read.
+def _config_of(flags: Sequence[str], settings: dict[str, object], shapes_change: bool) -> LancetConfig:
+    """Reads flags, and settings as their flags are read.
 
     Raises:
         UsageError: one is unknown or wrong, or needs Megatron's own training loop.
     """
-    words = []
+    words = [*flags]
     for name, value in settings.items():
         flag = f"--lancet-{name.replace('_', '-')}"
-        words += [flag] if value is True else [] if value is False else [flag, shlex.quote(str(value))]
-    config = config_from_words(shlex.split(" ".join(words)), features())
+        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+    config = config_from_words(words, [*features(), *([ChangingShapes()] if shapes_change else [])])
     for flag, entry, its, value in config.entries():
         if its.not_with_spec and value != entry.default:
             raise UsageError(f"{flag} needs pretrain_gpt_moe.py{its.not_with_spec}")

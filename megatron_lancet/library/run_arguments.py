@@ -26,24 +26,40 @@ class StepShape:
     """What a rank trains on in a step.
 
     Attributes:
-        micro_batch_size: samples of a micro-batch.
-        seq_length: tokens of a sample, before context parallelism cuts it.
+        micro_batch_size: samples of a micro-batch; None if these change.
+        seq_length: tokens of a sample, before context parallelism cuts it; None if they change.
         num_micro_batches: micro-batches of a step; None if Megatron's calculator has their number.
         num_steps: steps of the training; None if that is not known.
+        has_packed_samples: whether samples are made of documents, whose bounds come as ``packed_seq_params``.
     """
 
-    micro_batch_size: int
-    seq_length: int
+    micro_batch_size: int | None
+    seq_length: int | None
     num_micro_batches: int | None
     num_steps: int | None = None
+    has_packed_samples: bool = False
 
     def with_micro_batches(self, number: int) -> "StepShape":
         """Returns the shape with this number of micro-batches."""
         return replace(self, num_micro_batches=number)
 
+    @property
+    def changes(self) -> bool:
+        """Whether micro-batches have shapes of their own."""
+        return self.seq_length is None
+
+    def of_longest(self, model: Any) -> "StepShape":
+        """Returns the shape of a micro-batch with a sample of the model's longest, two of them in a step.
+
+        Args:
+            model: the language model.
+        """
+        return replace(self, micro_batch_size=1, seq_length=model.max_sequence_length, num_micro_batches=2)
+
     def calculator(self) -> ConstantNumMicroBatchesCalculator:
         """Megatron's object that knows the number of micro-batches."""
         assert self.num_micro_batches is not None
+        assert self.micro_batch_size is not None
         num_ranks = parallel_state.get_data_parallel_world_size()
         return ConstantNumMicroBatchesCalculator(
             self.micro_batch_size * num_ranks * self.num_micro_batches,
@@ -80,6 +96,7 @@ def run_arguments(
 
 def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any]:
     assert shape.num_micro_batches is not None
+    assert shape.micro_batch_size is not None
     data_ranks = parallel_state.get_data_parallel_world_size()
     is_cuda = next(model.parameters()).device.type == "cuda"
     return {
@@ -100,6 +117,7 @@ def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any
         "untie_embeddings_and_output_weights": not getattr(model, "share_embeddings_and_output_weights", False),
         "position_embedding_type": getattr(model, "position_embedding_type", "rope"),
         "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+        "dataloader_inter_document_masking": shape.has_packed_samples,
         "spec": None,
     }
 

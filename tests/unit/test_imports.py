@@ -47,7 +47,7 @@ ALLOWED = {
     },
     "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training", "checkpoint"},
     "testkit": {"registry", "schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
-    "library": {"config", "model", "registry", "training"},
+    "library": {"config", "feature", "model", "registry", "training"},
     "lab": {
         "dry_run_flags",
         "schedule",

@@ -24,6 +24,7 @@ STARTS = {
     "megatron_lancet/lab/launch/isolated/sandbox.py": "the same script, as its sandbox",
     "megatron_lancet/lab/launch/isolated/launchers.py": "the command of a launcher in the same script",
     "benchmarks/demo/training_log/training_process.py": "our own training",
+    "docs/megatron_versions.py": "itself, with another Megatron",
     "tools/check_gpu.py": "pip, git and our own benchmarks",
     **dict.fromkeys(
         (

@@ -237,14 +237,13 @@ def micro_batch_calculator(calculator: Any) -> AbstractContextManager[None]:
     return replaced(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
 
 
-def before_ddp(take: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
-    """Calls ``take`` with each module that DDP is about to wrap, and DDP's configuration."""
+def around_ddp(wrap: Callable[[Callable[[], None], Any, Any], None]) -> AbstractContextManager[None]:
+    """Calls ``wrap`` in place of DDP's constructor, with the rest of that call, the module, and DDP's configuration."""
     signature = inspect.signature(DistributedDataParallel.__init__)
 
     def init(stock: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
-        take(given["module"], given["ddp_config"])
-        stock(*args, **kwargs)
+        wrap(functools.partial(stock, *args, **kwargs), given["module"], given["ddp_config"])
 
     return around(DistributedDataParallel, "__init__", init)
 
@@ -252,8 +251,9 @@ def before_ddp(take: Callable[[Any, Any], None]) -> AbstractContextManager[None]
 def late_weight_grads(is_prepared: Callable[[Any], bool] = lambda module: True) -> AbstractContextManager[None]:
     """Makes DDP expect weight gradients of prepared modules after autograd is done, where its settings are not ours."""
 
-    def take(module: Any, ddp_config: Any) -> None:
+    def wrap(build: Callable[[], None], module: Any, ddp_config: Any) -> None:
         if is_prepared(module):
             ddp_config.delay_wgrad_compute = True
+        build()
 
-    return before_ddp(take)
+    return around_ddp(wrap)
