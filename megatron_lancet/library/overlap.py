@@ -12,7 +12,7 @@ from megatron.core import num_microbatches_calculator
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.models import has_experts, language_model_of
-from megatron_lancet.library.run_arguments import StepShape, run_arguments
+from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
@@ -49,6 +49,7 @@ class Overlap:
         seq_length: int,
         num_micro_batches: int | None = None,
         num_steps: int | None = None,
+        packed_samples: bool = False,
         timeout_minutes: int = 10,
         **settings: Any,
     ) -> None:
@@ -60,6 +61,8 @@ class Overlap:
             num_micro_batches: micro-batches of a step on this rank. None: as Megatron's calculator has it, where the
                 launcher has set that up.
             num_steps: steps of the training. With fewer steps than tuning takes, the plan is fixed. None: not known.
+            packed_samples: whether the model gets ``packed_seq_params``, the bounds of documents that do not attend to
+                each other. Their lengths may differ in each micro-batch.
             timeout_minutes: longest wait for a message of another rank.
             settings: values of ``--lancet-*`` flags by their names with underscores, such as ``plan="off"``,
                 ``num_chunks=2`` or ``pairing="on"``; ``--lancet-help`` lists them.
@@ -71,7 +74,7 @@ class Overlap:
         check_seams()
         self.line = ""
         self._config = _config_of(settings)
-        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps)
+        self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps, packed_samples)
         self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
         self._stack = ExitStack()
         self._run: OverlappedRun | None = None
@@ -102,6 +105,8 @@ class Overlap:
         say(f"Megatron-Lancet plan: {choice.line}")
         if choice.plan is None:
             return stages
+        if shape.has_packed_samples:
+            check_packed_samples(models[0].config)
         run = self._run = OverlappedRun(choice, choice.plan, device)
         run.enter(self._stack, lambda hooks: patches.schedule_hooks(self._is_ours, [self._counted, *hooks]))
         if run.setup.delays_weight_grads:
