@@ -27,6 +27,7 @@ def test_overlap_is_public():
         ({"num_chunk": 2}, "did you mean --lancet-num-chunks?"),
         ({"num_chunks": 0}, "--lancet-num-chunks expects at least 1, got 0"),
         ({"plan": "fast"}, "--lancet-plan expects auto, off or a plan file"),
+        ({"packed_samples": True, "chunk_dim": "batch"}, "Pass chunk_dim='sequence' or num_chunks=1"),
         ({"profile": "profile.json"}, "--lancet-profile needs pretrain_gpt_moe.py"),
     ],
 )
