@@ -54,6 +54,11 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
     return output, loss_of
 
 
+def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(gradient)
+    return gradient
+
+
 class Root(torch.nn.Module):
     """Holds a language model, as the root of a vision-language model does."""
 
@@ -92,6 +97,8 @@ class Training:
         # Megatron's local attention has no documents; ours takes the place of stock's as well.
         with fused_core_attention(is_packed and overlap is None):
             stages: list[Any] = [small_gpt(config)]
+        hooked = stages[0].decoder.layers[1].self_attention.linear_proj.weight
+        hooked.register_hook(sum_over_ranks)  # as on adapters that all experts share in Megatron-Bridge
         stages = [Root(stages[0])] if is_nested else stages
         if overlap is not None and is_hook:
             assert overlap(stages) is stages
