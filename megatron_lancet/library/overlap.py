@@ -14,7 +14,6 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.library.models import has_experts, language_model_of
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.registry import features
-from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
@@ -75,8 +74,7 @@ class Overlap:
         check_seams()
         self.line = ""
         self._config = _config_of(settings)
-        cuts_batch = self._config.chunk_dim is ChunkDim.BATCH and self._config.num_chunks != 1
-        if packed_samples and cuts_batch:
+        if packed_samples and settings.get("chunk_dim") == "batch" and settings.get("num_chunks") != 1:
             raise UsageError(
                 "chunk_dim='batch' does not work with packed samples, which lie end to end in one row. Pass "
                 "chunk_dim='sequence' or num_chunks=1."

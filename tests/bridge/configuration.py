@@ -22,27 +22,8 @@ def configuration(case: Mapping[str, Any]) -> Any:
     from megatron.bridge.training import config as c
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
-    from tests.bridge.samples import PackedDocuments, TextsWithImages
-
     num_pipeline_stages = 2 if case.get("virtual") else 1
     num_steps = case["num_steps"]
-    data = c.MockGPTDatasetConfig(
-        random_seed=1,
-        seq_length=SEQ_LENGTH,
-        reset_attention_mask=False,
-        reset_position_ids=False,
-        eod_mask_loss=False,
-        num_dataset_builder_threads=1,
-        split="8,1,1",
-        dataloader_type="single",
-        num_workers=0,
-        skip_getting_attention_mask_from_dataset=False,
-        create_attention_mask=True,
-    )
-    if case.get("packed"):
-        data = PackedDocuments(seq_length=SEQ_LENGTH)
-    if case.get("images"):
-        data = TextsWithImages(seq_length=SEQ_LENGTH)
     config = c.ConfigContainer(
         model=provider(case.get("images", False)),
         train=c.TrainingConfig(
@@ -65,7 +46,7 @@ def configuration(case: Mapping[str, Any]) -> Any:
         ddp=c.DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=20000
         ),
-        dataset=data,
+        dataset=data(case),
         logger=c.LoggerConfig(log_interval=1000, logging_level=logging.ERROR),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB),
         checkpoint=c.CheckpointConfig(
@@ -90,39 +71,37 @@ def configuration(case: Mapping[str, Any]) -> Any:
     return config
 
 
+def data(case: Mapping[str, Any]) -> Any:
+    """Bridge's description of the samples."""
+    from megatron.bridge.training.config import MockGPTDatasetConfig
+
+    from tests.bridge.samples import PackedDocuments, TextsWithImages
+
+    if case.get("packed"):
+        return PackedDocuments(seq_length=SEQ_LENGTH)
+    if case.get("images"):
+        return TextsWithImages(seq_length=SEQ_LENGTH)
+    return MockGPTDatasetConfig(
+        random_seed=1,
+        seq_length=SEQ_LENGTH,
+        reset_attention_mask=False,
+        reset_position_ids=False,
+        eod_mask_loss=False,
+        num_dataset_builder_threads=1,
+        split="8,1,1",
+        dataloader_type="single",
+        num_workers=0,
+        skip_getting_attention_mask_from_dataset=False,
+        create_attention_mask=True,
+    )
+
+
 def provider(sees_images: bool) -> Any:
     """Bridge's description of the model."""
     from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.core.transformer.enums import AttnBackend
-    from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 
-    from tests.bridge.samples import IMAGE_TOKEN
-
-    others: dict[str, Any] = {"position_embedding_type": "rope"}
-    if sees_images:
-        others = {
-            "vision_config": Glm4vVisionConfig(
-                depth=1,
-                hidden_size=32,
-                num_heads=2,
-                image_size=16,
-                patch_size=4,
-                out_hidden_size=64,
-                intermediate_size=64,
-            ),
-            "image_token_id": IMAGE_TOKEN,
-            "mrope_section": [2, 3, 3],
-            "rotary_percent": 1.0,
-            "num_query_groups": 2,
-            "kv_channels": 16,
-            "moe_layer_freq": 1,
-            "moe_shared_expert_intermediate_size": 32,
-            "moe_router_topk_scaling_factor": None,
-            "moe_shared_expert_overlap": False,
-            "mtp_num_layers": None,
-            "bf16": False,
-        }
     return (GLM45VModelProvider if sees_images else GPTModelProvider)(
         num_layers=3,
         hidden_size=64,
@@ -157,5 +136,35 @@ def provider(sees_images: bool) -> Any:
         autocast_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
-        **others,
+        **(for_images() if sees_images else {"position_embedding_type": "rope"}),
     )
+
+
+def for_images() -> dict[str, Any]:
+    """The settings of a small GLM-4.5V in which it differs from a language model here, or from its own defaults."""
+    from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+
+    from tests.bridge.samples import IMAGE_TOKEN
+
+    return {
+        "vision_config": Glm4vVisionConfig(
+            depth=1,
+            hidden_size=32,
+            num_heads=2,
+            image_size=16,
+            patch_size=4,
+            out_hidden_size=64,
+            intermediate_size=64,
+        ),
+        "image_token_id": IMAGE_TOKEN,
+        "mrope_section": [2, 3, 3],
+        "rotary_percent": 1.0,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "moe_layer_freq": 1,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_overlap": False,
+        "mtp_num_layers": None,
+        "bf16": False,
+    }

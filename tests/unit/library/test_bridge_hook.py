@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ class Callback:
 class AutoMapping:
     """Stands in for Bridge's."""
 
-    types: dict[str, str] = {}
+    types: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def register_module_type(cls, name, kind):
@@ -29,15 +30,12 @@ class AutoMapping:
 @pytest.fixture
 def bridge(monkeypatch):
     """The modules of Bridge that the adapter imports."""
-    found = {
-        "training.callbacks": {"Callback": Callback},
-        "models.conversion.param_mapping": {"AutoMapping": AutoMapping},
-    }
-    for name, contents in found.items():
+    found = [("training.callbacks", Callback), ("models.conversion.param_mapping", AutoMapping)]
+    for name, its_class in found:
         parts = ["megatron", "bridge", *name.split(".")]
         for end in range(2, len(parts) + 1):
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-        vars(sys.modules[f"megatron.bridge.{name}"]).update(contents)
+        setattr(sys.modules[f"megatron.bridge.{name}"], its_class.__name__, its_class)
 
 
 def configuration(**of_model):
@@ -51,7 +49,7 @@ def configuration(**of_model):
 
 @pytest.mark.usefixtures("bridge")
 def test_hook_runs_behind_hooks_that_come_later():
-    hooks = []
+    hooks: list[Any] = []
     enable(configuration(register_pre_wrap_hook=hooks.append), **SETTINGS)
     stages = [torch.nn.Linear(2, 2)]
     hooks.append(lambda stages: stages)  # Bridge's for adapters
@@ -64,7 +62,7 @@ def test_hook_runs_behind_hooks_that_come_later():
 
 @pytest.mark.usefixtures("bridge")
 def test_hook_goes_into_a_list_of_hooks():
-    hooks = []
+    hooks: list[Any] = []
     enable(configuration(pre_wrap_hooks=hooks), **SETTINGS)
     assert len(hooks) == 1
 
