@@ -1,9 +1,52 @@
 """The overlap in Megatron-Bridge's own training loop."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.overlap import Overlap
+from megatron_lancet.model.linear import DeferredColumnParallelLinear, DeferredRowParallelLinear
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
+
+_MODULE_TYPES = {
+    "column": (
+        DeferredColumnParallelLinear.__name__,
+        "TEColumnParallelLinearPerChunk",
+        "TELayerNormColumnParallelLinearPerChunk",
+        "TELMHeadColumnParallelLinearPerChunk",
+        "TEColumnParallelGroupedLinearPerChunk",
+        "TEDotProductAttentionPerChunk",  # for attention sinks only
+    ),
+    "row": (
+        DeferredRowParallelLinear.__name__,
+        "TERowParallelLinearPerChunk",
+        "TERowParallelGroupedLinearPerChunk",
+    ),
+    "replicated": (ChunkedTopKRouter.__name__, "TELinearPerChunk"),
+}
+"""How the weights of the plan's classes are spread over tensor-parallel ranks, in Bridge's words. Transformer Engine's
+classes are made when a model needs them, so they have names only."""
+
+
+def register_module_types() -> None:
+    """Tells Bridge's conversion to Hugging Face how weights of a model that runs a plan are spread over ranks.
+
+    Bridge asks for it by the names of classes. Call it before an export; :func:`enable` does.
+
+    Raises:
+        UsageError: Bridge is not installed.
+    """
+    try:
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    except ImportError as error:
+        raise _no_bridge(error) from error
+    for kind, names in _MODULE_TYPES.items():
+        for name in names:
+            AutoMapping.register_module_type(name, kind)
+
+
+def _no_bridge(error: ImportError) -> UsageError:
+    return UsageError(f"expected Megatron-Bridge, found none ({error}). Install megatron-bridge.")
 
 
 def enable(config: Any, **settings: Any) -> list[Any]:
@@ -13,39 +56,57 @@ def enable(config: Any, **settings: Any) -> list[Any]:
 
         pretrain(config, forward_step, callbacks=enable(config))
 
+    The hook runs behind all others, which load weights or put adapters (``config.peft``) around linear layers.
+
     Args:
         config: Bridge's configuration, before ``pretrain`` or ``finetune`` gets it.
-        settings: see :class:`~megatron_lancet.library.overlap.Overlap`.
+        settings: see :class:`~megatron_lancet.library.overlap.Overlap`; they go before the values of ``config``.
 
     Returns:
         Callbacks for ``pretrain`` or ``finetune``, which print the report at the end.
 
     Raises:
-        UsageError: Bridge is not installed, a setting is unknown or wrong, or the configuration has adapters
-            (``config.peft``), which Bridge puts around modules later than this.
+        UsageError: Bridge is not installed, or a setting is unknown or wrong.
     """
     try:
         from megatron.bridge.training.callbacks import Callback
     except ImportError as error:
-        raise UsageError(f"expected Megatron-Bridge, found none ({error}). Install megatron-bridge.") from error
-    if config.peft is not None:
-        raise UsageError(
-            "the overlap does not work with adapters (config.peft): Bridge wraps linear layers that the overlap has "
-            "replaced. Train all weights, or leave enable() out."
-        )
-    overlap = Overlap(
-        config.ddp,
-        micro_batch_size=config.train.micro_batch_size,
-        seq_length=config.model.seq_length,
-        num_steps=config.train.train_iters,
-        **settings,
-    )
-    config.model.register_pre_wrap_hook(overlap)
+        raise _no_bridge(error) from error
+    register_module_types()
+    data = config.dataset
+    known = {
+        "micro_batch_size": config.train.micro_batch_size,
+        "seq_length": config.model.seq_length,
+        "num_steps": config.train.train_iters,
+        "packed_samples": any(getattr(data, f"enable_{way}_packing", False) for way in ("offline", "in_batch")),
+    }
+    overlap = Overlap(config.ddp, **{**known, **settings})
+    add_hook = _hooks_of(config.model)
+
+    def add_last(stages: list[Any]) -> list[Any]:
+        add_hook(overlap)  # Bridge has added its own hooks by now, and runs them in order
+        return stages
+
+    add_hook(add_last)
 
     class Closing(Callback):
         """Ends the overlap with the training, while process groups are still there."""
+
+        def on_train_start(self, context: Any) -> None:
+            if not overlap.line:
+                raise UsageError(
+                    "expected a model that was built from the configuration which enable() got, found another one. "
+                    "Call enable() with the configuration of this training."
+                )
 
         def on_train_end(self, context: Any) -> None:
             overlap.close()
 
     return [Closing()]
+
+
+def _hooks_of(model_config: Any) -> Callable[[Any], None]:
+    """Returns the function that adds a hook, by which Bridge's two kinds of configurations of models differ."""
+    if hasattr(model_config, "pre_wrap_hooks"):
+        return cast(Callable[[Any], None], model_config.pre_wrap_hooks.append)
+    return cast(Callable[[Any], None], model_config.register_pre_wrap_hook)

@@ -12,7 +12,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.changing_shapes import ChangingShapes
 from megatron_lancet.library.models import has_experts, language_model_of, refuse_foreign_parts
-from megatron_lancet.library.run_arguments import StepShape, run_arguments
+from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
@@ -80,6 +80,11 @@ class Overlap:
         if (micro_batch_size is None) != (seq_length is None):
             raise UsageError("expected micro_batch_size and seq_length, or neither of them, found one.")
         self._config = _config_of(flags, settings, shapes_change=seq_length is None)
+        if packed_samples and settings.get("chunk_dim") == "batch" and settings.get("num_chunks") != 1:
+            raise UsageError(
+                "chunk_dim='batch' does not work with packed samples, which lie end to end in one row. Pass "
+                "chunk_dim='sequence' or num_chunks=1."
+            )
         self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps, packed_samples)
         self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
         self._stack = ExitStack()
@@ -114,6 +119,8 @@ class Overlap:
         say(f"Megatron-Lancet plan: {choice.line}")
         if choice.plan is None:
             return stages
+        if shape.has_packed_samples:
+            check_packed_samples(models[0].config)
         run = self._run = OverlappedRun(choice, choice.plan, device)
         run.enter(self._stack, lambda hooks: patches.schedule_hooks(self._is_ours, [self._counted, *hooks]))
         if run.setup.delays_weight_grads:

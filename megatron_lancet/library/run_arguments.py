@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.training.arguments import default_arguments
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 
@@ -70,6 +71,21 @@ class StepShape:
         )
 
 
+def check_packed_samples(config: Any) -> None:
+    """
+    Args:
+        config: Megatron's ``TransformerConfig``.
+
+    Raises:
+        UsageError: the overlap would compute something else for packed samples than Megatron does.
+    """
+    if "seq_aux_loss" in config.moe_router_load_balancing_type:
+        raise UsageError(
+            "moe_router_load_balancing_type seq_aux_loss does not work with packed samples: Megatron takes the row of "
+            "all documents for one sequence. Set aux_loss or global_aux_loss, or pass plan='off'."
+        )
+
+
 def run_arguments(
     stages: Sequence[torch.nn.Module], ddp_config: Any, shape: StepShape, timeout_minutes: int
 ) -> argparse.Namespace:
@@ -97,15 +113,20 @@ def run_arguments(
 def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any]:
     assert shape.num_micro_batches is not None
     assert shape.micro_batch_size is not None
+    assert shape.seq_length is not None
     data_ranks = parallel_state.get_data_parallel_world_size()
+    # Packed samples of a micro-batch lie end to end, in one row.
+    num_rows, row = shape.micro_batch_size, shape.seq_length
+    if shape.has_packed_samples:
+        num_rows, row = 1, num_rows * row
     is_cuda = next(model.parameters()).device.type == "cuda"
     return {
         "world_size": dist.get_world_size(),
         "rank": dist.get_rank(),
         "data_parallel_size": data_ranks,
-        "micro_batch_size": shape.micro_batch_size,
-        "seq_length": shape.seq_length,
-        "global_batch_size": shape.micro_batch_size * data_ranks * shape.num_micro_batches,
+        "micro_batch_size": num_rows,
+        "seq_length": row,
+        "global_batch_size": num_rows * data_ranks * shape.num_micro_batches,
         "train_iters": _NO_END if shape.num_steps is None else shape.num_steps,
         "curr_iteration": 0,
         "distributed_timeout_minutes": timeout_minutes,

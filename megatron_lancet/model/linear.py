@@ -216,11 +216,11 @@ class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
 
 
 def can_defer(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer whose dW can be deferred: it is trained and has its own weight."""
+    """Whether a linear layer's dW can be deferred: it is trained, has its own weight, and no hook waits for the dW."""
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
-    linear = cast(Any, module)
-    if linear.weight is None or not linear.weight.requires_grad or linear.gtp_remat_size > 1:
+    linear, weight = cast(Any, module), cast(Any, module).weight
+    if weight is None or not weight.requires_grad or weight._backward_hooks or linear.gtp_remat_size > 1:
         return False
     # Tensor parallelism without sequence parallelism sums the input's gradient inside; Megatron trains no MoE so.
     return bool(linear.explicit_expert_comm) or not getattr(linear, "allreduce_dgrad", False)

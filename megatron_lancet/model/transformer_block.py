@@ -217,7 +217,7 @@ class LayersByPlan:
         if self.documents is None:
             raise UsageError(
                 "the overlapping layers got packed_seq_params, and their attentions are not prepared for documents. "
-                "Pass --dataloader-inter-document-masking, or run with --lancet-plan off."
+                "Pass --dataloader-inter-document-masking or Overlap(packed_samples=True), or --lancet-plan off."
             )
         if attention_mask is not None:
             raise UsageError(

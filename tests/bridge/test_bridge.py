@@ -1,12 +1,14 @@
-"""Megatron-Bridge's own training on two ranks, with one line for the overlap: losses and gradient norms are stock's."""
+"""Megatron-Bridge's own trainings on CPU ranks, with one line for the overlap: losses and weights are stock's."""
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.ranks import launch
 
@@ -20,52 +22,132 @@ BRIDGE = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
 WORKER = launch.REPO / "tests/bridge/bridge_worker.py"
 TOLERANCE = 2e-6
 """Relative: chunks sum in another order."""
+ONE_CHUNK, CHUNKS = {"num_chunks": 1}, {"num_chunks": 2}
+PAIRS = {**ONE_CHUNK, "pairing": "on"}
+EXACT = {
+    "one chunk": "stock",
+    "pairs": "stock",
+    "images, pairs": "images",
+    "packed, one chunk": "packed",
+    "packed, pairs": "packed",
+    "adapters, pairs": "adapters",
+}
+NEAR = {"chunks": "stock", "images, chunks": "images", "packed, chunks": "packed", "adapters, chunks": "adapters"}
+RESUMED = ["pairs from pairs", "pairs from stock", "stock from pairs"]
+WHAT_IS_EQUAL = ["steps", "evaluations", "weights", "spread"]
 
 
-def steps(settings, folder, num_steps=4):
-    """Losses and norms of each step, and what the ranks printed. New processes: Bridge needs other versions."""
-    out = folder / "steps.json"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(launch.free_port())]
-    case = json.dumps({"settings": settings, "num_steps": num_steps})
+def trained(cases, num_ranks, folder):
+    """What each case found, and what the ranks printed. New processes: Bridge needs other versions of packages."""
+    out = folder / "found.json"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
-        [sys.executable, *launcher, WORKER, case, out],
+        [sys.executable, *launcher, "--master-port", str(launch.free_port()), WORKER, json.dumps(cases), out],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([BRIDGE, str(launch.REPO)]), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    return json.loads(out.read_text()), done.stdout
+    parts = re.split(r"^case: (.*)$", done.stdout, flags=re.M)
+    output = dict.fromkeys(cases, "")
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        output[name] += text
+    return {name: {**one, "output": output[name]} for name, one in json.loads(out.read_text()).items()}
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory):
-    found, _ = steps(None, tmp_path_factory.mktemp("stock"))
-    assert len(found) == 4
-    return found
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bridge")
+    weights, ours = str(folder / "stock"), str(folder / "pairs")
+    begins = {"weights": weights, "num_steps": 2}
+    cases = {
+        "stock": {"num_steps": 4, "save": weights},
+        "pairs": {"num_steps": 4, "save": ours, "settings": PAIRS},
+        "one chunk": {"num_steps": 4, "settings": ONE_CHUNK},
+        "chunks": {"num_steps": 4, "settings": CHUNKS},
+        "off": {"num_steps": 2, "settings": {"plan": "off"}},
+        "pairs from pairs": {"num_steps": 4, "load": ours, "settings": PAIRS},
+        "pairs from stock": {"num_steps": 4, "load": weights, "settings": PAIRS},
+        "stock from pairs": {"num_steps": 4, "load": ours},
+        "images": {"num_steps": 2, "images": True},
+        "images, pairs": {"num_steps": 2, "images": True, "settings": PAIRS},
+        "images, chunks": {"num_steps": 2, "images": True, "settings": CHUNKS},
+        "packed": {**begins, "packed": True},
+        "packed, one chunk": {**begins, "packed": True, "settings": ONE_CHUNK},
+        "packed, pairs": {**begins, "packed": True, "settings": PAIRS},
+        "packed, chunks": {**begins, "packed": True, "settings": CHUNKS},
+        "adapters": {**begins, "lora": True},
+        "adapters, pairs": {**begins, "lora": True, "settings": PAIRS},
+        "adapters, chunks": {**begins, "lora": True, "settings": CHUNKS},
+    }
+    return {**trained(cases, 2, folder), "folders": (weights, ours)}
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory):
+    virtual = {"num_steps": 2, "virtual": True}
+    settings = {"one chunk": ONE_CHUNK, "pairs": PAIRS}
+    cases = {"stock": virtual} | {name: {**virtual, "settings": one} for name, one in settings.items()}
+    return trained(cases, 4, tmp_path_factory.mktemp("bridge"))
+
+
+def assert_equal(found, stock):
+    assert {name: found[name] for name in WHAT_IS_EQUAL} == {name: stock[name] for name in WHAT_IS_EQUAL}
+    assert all(list(step) == ["lm loss", "norm"] for step in stock["steps"])
 
 
 def worst_of(found, expected):
-    assert len(found) == len(expected)
-    return max(abs(one[name] / other[name] - 1) for one, other in zip(found, expected, strict=True) for name in other)
+    pairs = [pair for kind in ("steps", "evaluations") for pair in zip(found[kind], expected[kind], strict=True)]
+    return max(abs(one[name] / other[name] - 1) for one, other in pairs for name in other)
 
 
-@pytest.mark.parametrize("settings", [{"num_chunks": 1}, {"num_chunks": 1, "pairing": "on"}])
-def test_bridge_trains_as_stock_to_the_bit(stock, settings, tmp_path):
-    found, output = steps(settings, tmp_path)
-    assert found == stock
-    assert "(chunks=1 dim=" in output
-    assert "Megatron-Lancet report" in output
+@pytest.mark.parametrize("name", EXACT)
+def test_bridge_trains_as_stock_to_the_bit(on_two_ranks, name):
+    found, stock = on_two_ranks[name], on_two_ranks[EXACT[name]]
+    assert_equal(found, stock)
+    assert found["num_steps"] == len(found["steps"]) > 1  # evaluations, which lie between them, do not count
+    assert len(found["evaluations"]) == len(found["steps"]) // 2 + 1
+    assert ("paired" in found["plan"]) == ("pairs" in name)
+    assert f"Megatron-Lancet plan: {found['line']}" in found["output"]
+    assert "Megatron-Lancet report" in found["output"]
 
 
-def test_bridge_trains_as_stock_in_chunks(stock, tmp_path):
-    found, output = steps({"num_chunks": 2}, tmp_path)
+@pytest.mark.parametrize("name", NEAR)
+def test_bridge_trains_as_stock_in_chunks(on_two_ranks, name):
+    found, stock = on_two_ranks[name], on_two_ranks[NEAR[name]]
     assert worst_of(found, stock) < TOLERANCE
-    assert "(chunks=2 dim=" in output
-    assert "Megatron-Lancet report" in output
+    assert found["weights"] != stock["weights"]
+    assert "chunks=2" in found["plan"]
+    assert ("dim=sequence" in found["plan"]) == name.startswith("packed")
 
 
-def test_bridge_off_is_stock(stock, tmp_path):
-    found, _ = steps({"plan": "off"}, tmp_path)
-    assert found == stock
+def test_bridge_off_is_stock(on_two_ranks):
+    found, stock = on_two_ranks["off"], on_two_ranks["stock"]
+    assert found["steps"] == stock["steps"][:2]
+    assert (found["num_steps"], found["plan"]) == (0, "off")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_bridge_resumes_as_without_a_stop(on_two_ranks, name):
+    found, stock = on_two_ranks[name], on_two_ranks["stock"]
+    assert found["steps"] == stock["steps"][2:]
+    assert (found["evaluations"], found["weights"]) == (stock["evaluations"][1:], stock["weights"])
+
+
+def test_bridge_saves_the_names_of_stock(on_two_ranks):
+    stock, ours = (
+        FileSystemReader(f"{folder}/iter_0000004").read_metadata().state_dict_metadata
+        for folder in on_two_ranks["folders"]
+    )
+    assert len(stock) > 50
+    assert ours.keys() == stock.keys()
+
+
+@pytest.mark.parametrize("name", ["one chunk", "pairs"])
+def test_bridge_trains_virtual_stages_to_the_bit(on_four_ranks, name):
+    found, stock = on_four_ranks[name], on_four_ranks["stock"]
+    assert_equal(found, stock)
+    assert found["num_steps"] == len(found["steps"]) == 2
+    assert ("paired" in found["plan"]) == (name == "pairs")

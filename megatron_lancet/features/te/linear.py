@@ -135,8 +135,9 @@ class TELinearPerChunk(LinearByPlan):
 
     @property
     def trains_weight(self: Any) -> bool:
-        """Whether the module has a weight that is trained, and so a dW."""
-        return any(p.requires_grad for n, p in self.named_parameters(recurse=False) if n.startswith("weight"))
+        """Whether the module has a weight that is trained, and so a dW; not if a hook waits for one from autograd."""
+        weights = [p for n, p in self.named_parameters(recurse=False) if n.startswith("weight")]
+        return any(p.requires_grad for p in weights) and not any(p._backward_hooks for p in weights)
 
     def register_wgrad_accumulation_and_reduce_hooks(self: Any, report_ready: Callable[[], None]) -> None:
         """DDP calls this for each parameter that is marked, in the order of the module's parameters."""

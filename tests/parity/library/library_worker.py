@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
@@ -24,6 +25,24 @@ def batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}
 
 
+def rows_of_documents(step: int) -> Iterator[dict[str, Any]]:
+    """Documents of unlike lengths end to end, in another number of tokens in each micro-batch."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    for _ in range(NUM_MICRO_BATCHES):
+        lengths = torch.randint(2, SEQ_LENGTH + 1, (MICRO_BATCH,), generator=generator)
+        tokens = torch.randint(VOCAB, (1, int(lengths.sum()) + 1), generator=generator)
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = int(lengths.max())
+        yield {
+            "input_ids": tokens[:, :-1],
+            "position_ids": torch.cat([torch.arange(int(length)) for length in lengths])[None],
+            "labels": tokens[:, 1:],
+            "packed_seq_params": PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest),
+        }
+
+
 def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
     """Without ``return_schedule_plan``, which Megatron's own overlap needs."""
     output = model(attention_mask=None, **next(data))
@@ -33,6 +52,11 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         return loss, {"loss": loss.detach()}
 
     return output, loss_of
+
+
+def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(gradient)
+    return gradient
 
 
 class Root(torch.nn.Module):
@@ -56,17 +80,25 @@ class Training:
     Args:
         overlap: the overlap; it is called as a hook, unless it is installed.
         is_nested: whether the language model is a part of the model.
+        is_packed: whether samples are documents, end to end.
     """
 
-    def __init__(self, overlap: Any = None, is_hook: bool = True, is_nested: bool = False) -> None:
+    def __init__(
+        self, overlap: Any = None, is_hook: bool = True, is_nested: bool = False, is_packed: bool = False
+    ) -> None:
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        self._batches = rows_of_documents if is_packed else batches
         config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2})
-        stages: list[Any] = [small_gpt(config)]
+        # Megatron's local attention has no documents; ours takes the place of stock's as well.
+        with fused_core_attention(is_packed and overlap is None):
+            stages: list[Any] = [small_gpt(config)]
+        hooked = stages[0].decoder.layers[1].self_attention.linear_proj.weight
+        hooked.register_hook(sum_over_ranks)  # as on adapters that all experts share in Megatron-Bridge
         stages = [Root(stages[0])] if is_nested else stages
         if overlap is not None and is_hook:
             assert overlap(stages) is stages
@@ -83,7 +115,7 @@ class Training:
 
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=batches(step),
+            data_iterator=self._batches(step),
             model=[self.ddp],
             num_microbatches=NUM_MICRO_BATCHES,
             seq_length=SEQ_LENGTH,
@@ -142,7 +174,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         before = schedules.forward_backward_no_pipelining
-        is_hook, is_nested = case["way"] != "install", case["way"] == "nested"
+        is_hook, is_nested, is_packed = case["way"] != "install", case["way"] == "nested", case["way"] == "packed"
         num_steps = case.get("num_steps", FEW_STEPS)
         with overlap_class(
             ddp_config() if is_hook else None,
@@ -150,12 +182,13 @@ def main() -> None:
             seq_length=SEQ_LENGTH,
             num_micro_batches=NUM_MICRO_BATCHES,
             num_steps=num_steps,
+            packed_samples=is_packed,
             **case["settings"],
         ) as overlap:
             if not is_hook:
                 overlap.install()
-            ours = Training(overlap, is_hook, is_nested)
-            found = compared(Training(is_nested=is_nested), ours, num_steps)
+            ours = Training(overlap, is_hook, is_nested, is_packed)
+            found = compared(Training(is_nested=is_nested, is_packed=is_packed), ours, num_steps)
             found |= {"line": overlap.line, "plan": overlap.plan_text, "num_steps": overlap.num_steps_done}
             if overlap._run is not None:
                 times = overlap._run.recorder.records[-1].comm

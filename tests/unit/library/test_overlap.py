@@ -9,6 +9,7 @@ import megatron_lancet
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.models import has_experts, language_model_of
 from megatron_lancet.library.overlap import Overlap
+from megatron_lancet.library.run_arguments import check_packed_samples
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
 
 SHAPE = {"micro_batch_size": 1, "seq_length": 16}
@@ -26,6 +27,7 @@ def test_overlap_is_public():
         ({"num_chunk": 2}, "did you mean --lancet-num-chunks?"),
         ({"num_chunks": 0}, "--lancet-num-chunks expects at least 1, got 0"),
         ({"plan": "fast"}, "--lancet-plan expects auto, off or a plan file"),
+        ({"packed_samples": True, "chunk_dim": "batch"}, "Pass chunk_dim='sequence' or num_chunks=1"),
         ({"profile": "profile.json"}, "--lancet-profile needs pretrain_gpt_moe.py"),
     ],
 )
@@ -64,3 +66,10 @@ def test_number_of_micro_batches_must_be_known():
     model = small_gpt(transformer_config(**EXPERTS))
     with pytest.raises(UsageError, match="expected num_micro_batches, found none"):
         Overlap(SimpleNamespace(), **SHAPE)([model])
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", ["aux_loss", "seq_aux_loss"]])
+def test_a_row_of_documents_is_no_sequence_of_a_loss(kind):
+    check_packed_samples(transformer_config(**EXPERTS))
+    with pytest.raises(UsageError, match="seq_aux_loss does not work with packed samples"):
+        check_packed_samples(SimpleNamespace(moe_router_load_balancing_type=kind))
