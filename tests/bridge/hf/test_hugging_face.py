@@ -1,0 +1,190 @@
+"""Hugging Face's weights in and out of real runs, compared with what ``transformers`` computes for the same tokens."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import launch
+from tests.ranks.preloaded import MORE, Preloaded
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge: make test-bridge"
+    ),
+]
+PYTHONPATH = os.pathsep.join([os.environ.get("PYTHONPATH", "").split(os.pathsep)[0], str(launch.REPO)])
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5
+"""Relative: Megatron sums in another order than transformers; both in fp32."""
+FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral")
+SHORT_RUN = (
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --lr-decay-iters 40 "
+    "--log-interval 1 --eval-iters 0 --eval-interval 1000 --split 9,1,0 --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--mock-data --num-workers 0 --lancet-cache off --moe-aux-loss-coeff 0 --save-interval 3"
+).split()
+EP2 = ["--expert-model-parallel-size", "2"]
+TP2 = ["--tensor-model-parallel-size", "2"]
+OFF = ["--lancet-plan", "off"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        ranks: groups of ranks with the same tokens: their logits are parts of the vocabulary.
+        last: the ranks with the last pipeline stage, which have losses; None for all.
+    """
+
+    family: str
+    extra: list[str]
+    ranks: list[list[int]]
+    gradients: bool = False
+    num_ranks: int = 2
+    plan: str = "stock modules"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+TWO = [[0], [1]]
+CASES = {
+    **{f"{family}-stock": Case(family, OFF + EP2, TWO, family == "qwen3_moe") for family in FAMILIES},
+    **{
+        f"{family}-two-chunks": Case(family, ["--lancet-num-chunks", "2", *EP2], TWO, plan="chunks=2")
+        for family in FAMILIES
+    },
+    **{f"{family}-alone": Case(family, OFF, [[0]], num_ranks=1) for family in FAMILIES},
+    **{f"{family}-tp": Case(family, OFF + TP2, [[0, 1]]) for family in FAMILIES},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    run_alone(HERE / "make_models.py", folder, *FAMILIES, "llama")
+    return folder
+
+
+def run_alone(script, *args):
+    """Runs a program that uses transformers without Megatron, whose CPU platform it would not survive."""
+    done = subprocess.run(
+        [sys.executable, script, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    environment = {**launch.rank_environment(0, 1, 0), "PYTHONPATH": PYTHONPATH, MORE: "tests.bridge.preload"}
+    server = Preloaded(environment, tmp_path_factory.mktemp("s"))
+    yield server
+    server.stop()
+
+
+@dataclass(frozen=True)
+class Ran:
+    folder: Path
+    results: list[launch.RankResult]
+
+    @property
+    def output(self):
+        return "\n".join(one.output for one in self.results)
+
+
+def run(server, model, case, folder, extra=()):
+    """A run from a model's folder, whether it ends well or not."""
+    folder.mkdir(parents=True)
+    command = [
+        *(str(HERE / "hf_worker.py"), "--lancet-from-hf", str(model), "--lancet-save-hf", str(folder / "saved")),
+        *(*SHORT_RUN, "--save", str(folder / "checkpoints"), *case.extra, *extra),
+    ]
+    port = launch.free_port()
+    ranks = []
+    for rank in range(case.num_ranks):
+        environment = {
+            **launch.rank_environment(rank, case.num_ranks, port),
+            "PYTHONPATH": PYTHONPATH,
+            "LANCET_TEST_RESULT": str(folder),
+            **({"LANCET_TEST_GRADIENTS": "1"} if case.gradients else {}),
+        }
+        log = folder / f"rank{rank}.log"
+        log.write_text("")
+        ranks.append(server.start(command, environment, log, launch.REPO))
+    return Ran(folder, launch.finish(ranks, folder, 120))
+
+
+@pytest.fixture(scope="module")
+def ran(server, models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    found = {name: run(server, models / case.family, case, folder / name) for name, case in CASES.items()}
+    for one in found.values():
+        launch.check(one.results)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(ran, models, tmp_path_factory):
+    """transformers' answers for the first step of each run, and for the step behind the saved model."""
+    jobs = [
+        {
+            "model": str(model),
+            "step": step,
+            "ranks": [[str(ran[name].folder / f"rank{rank}.pt") for rank in group] for group in case.ranks],
+        }
+        for name, case in CASES.items()
+        for model, step in ((models / case.family, 0), (ran[name].folder / "saved/iter_0000003", 3))
+    ]
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run_alone(HERE / "oracle.py", folder / "jobs.json", folder / "answers.json")
+    answers = json.loads((folder / "answers.json").read_text())
+    return {name: dict(zip(("first", "saved"), answers[2 * i : 2 * i + 2], strict=True)) for i, name in enumerate(CASES)}
+
+
+def same_to_the_bit(first, second):
+    from safetensors.torch import load_file
+
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    same = {name for name in one.keys() & other.keys() if one[name].dtype == other[name].dtype}
+    return one.keys() == other.keys() == same and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run_computes_what_transformers_does(name, expected, ran):
+    first = expected[name]["first"]
+    assert first["num_calls"] == 4
+    assert first["losses"] < TOLERANCE
+    assert first["logits"] < TOLERANCE
+    assert CASES[name].plan in ran[name].output
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.gradients])
+def test_gradients_are_those_of_transformers(name, expected):
+    assert expected[name]["first"]["num_gradients"] == 102
+    assert expected[name]["first"]["gradients"] < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_comes_out_as_it_went_in(name, ran, models):
+    assert same_to_the_bit(models / CASES[name].family, ran[name].folder / "iter_0000000")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_model_is_the_same_in_transformers(name, expected, ran, models):
+    saved = expected[name]["saved"]
+    assert saved["losses"] < TOLERANCE
+    assert saved["logits"] < TOLERANCE
+    assert not same_to_the_bit(models / CASES[name].family, ran[name].folder / "saved/iter_0000003")
+    assert {path.name for path in (ran[name].folder / "saved").iterdir()} == {"iter_0000003", "iter_0000004"}
