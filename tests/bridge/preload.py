@@ -1,6 +1,6 @@
 """Imports Megatron-Bridge, for processes that fork ranks and for programs that do not start there."""
 
-import megatron.training  # noqa: F401 - before Bridge sees the stand-ins
+import megatron.training  # before Bridge sees the stand-ins
 
 from tests.bridge import gaps
 

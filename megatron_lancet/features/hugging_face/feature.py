@@ -20,6 +20,7 @@ from megatron_lancet.features.hugging_face.source import Source, source_of
 from megatron_lancet.patching import around
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.patches import training_loop_hooks
+from megatron_lancet.training.megatron.seams import missing_functions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import Run
 
@@ -32,6 +33,10 @@ class HuggingFaceWeights(Feature):
 
     name = "hugging_face"
     flags = HuggingFaceFlags
+
+    def missing_seams(self) -> Iterator[str]:
+        """Yields what is changed of Megatron, and this Megatron lacks."""
+        yield from missing_functions([(training, "save_checkpoint", ("iteration", "non_persistent_ckpt"))])
 
     def change_parser(self, parser: argparse.ArgumentParser) -> None:
         """Makes the folder's model the default, so that whatever differs afterwards was given."""
@@ -127,7 +132,8 @@ class ActiveHuggingFace(ActiveFeature):
 
         def save_checkpoint(stock: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
             result = stock(iteration, *args, **kwargs)
-            self._save(iteration)
+            if not kwargs.get("non_persistent_ckpt", False):
+                self._save(iteration)
             return result
 
         stack.enter_context(around(training, "save_checkpoint", save_checkpoint))

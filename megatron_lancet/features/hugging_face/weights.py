@@ -54,14 +54,17 @@ def _prepared(stages: Sequence[torch.nn.Module]) -> list[Any]:
         model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         for module in model.modules():
             # Layers that defer weight gradients or run per chunk are subclasses of Megatron's.
-            kind = next((known[base.__name__] for base in type(module).__mro__ if base.__name__ in known), None)
+            names = [base.__name__ for base in type(module).__mro__]
+            kind = next((known[name] for name in names if name in known), None)
+            if kind is None and "TELinear" in names:  # only its instances know
+                kind = {"column": "column", "row": "row"}.get(module.parallel_mode, "replicated")
             if kind is not None:
                 AutoMapping.register_module_type(type(module).__name__, kind)
     return models
 
 
 def _experts_of_slots(models: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """The expert in each slot of layers whose experts were placed, by layer in the folder. Collective over all ranks."""
+    """The expert in each slot of layers whose experts were placed, by layer. Collective over all ranks."""
     own = {}
     for model in models:
         for name, module in model.named_modules():

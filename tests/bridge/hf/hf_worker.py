@@ -44,7 +44,7 @@ class Recorder:
                 "tokens": kwargs.get("input_ids", args[0] if args else None),
                 "labels": kwargs["labels"],
                 "losses": losses.detach().clone(),
-                "logits": torch.cat(self.logits),
+                "logits": torch.cat(self.logits) if self.logits else torch.empty(0),
             }
         )
         self.logits.clear()

@@ -12,7 +12,7 @@ COMMON = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     "vocab_size": VOCAB,
     "hidden_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
     "router_aux_loss_coef": 0.0,

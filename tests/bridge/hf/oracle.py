@@ -1,8 +1,8 @@
 """What ``transformers`` computes for the tokens of a run: ``oracle.py JOBS.json ANSWERS.json``; without Megatron.
 
-Each job names a model's folder, a step, and the files that ranks wrote, in groups with the same tokens and different parts
-of the vocabulary. Its answer has the largest differences, divided by the largest value: of losses per token and of
-logits in Megatron's run, and of the gradient of each weight.
+Each job names a model's folder, a step, and the files that ranks wrote: in groups with the same tokens, the first pipeline
+stage first, and different parts of the vocabulary. Its answer has the largest differences, divided by the largest
+value: of losses per token and of logits in Megatron's run, and of the gradient of each weight.
 """
 
 import json
@@ -37,15 +37,15 @@ def answer(job: dict) -> dict[str, object]:
     found: dict[str, object] = {"losses": 0.0, "logits": 0.0, "num_calls": len(calls)}
     mean = torch.zeros(())
     for parts in calls:
-        call, ours_SBV = parts[0], torch.cat([part["logits"] for part in parts], -1)
-        logits_BSV = model(call["tokens"]).logits
+        call, ours_SBV = parts[-1], torch.cat([part["logits"] for part in parts], -1)
+        logits_BSV = model(parts[0]["tokens"]).logits
         losses = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), call["labels"].flatten(), reduction="none")
         mean = mean + losses.mean() / len(calls)
         found["losses"] = max(found["losses"], difference(call["losses"].flatten(), losses.detach()))
         found["logits"] = max(found["logits"], difference(ours_SBV.transpose(0, 1), logits_BSV.detach()))
     found["mean_loss"] = mean.item()
-    ours = ranks[0][0]["gradients"]
-    if ours:
+    if job["gradients"]:
+        ours = ranks[0][0]["gradients"]
         mean.backward()
         theirs = {}
         for name, parameter in model.named_parameters():
