@@ -68,8 +68,9 @@ def _write(source: Source, tensors: Iterator[tuple[str, torch.Tensor]], target: 
         _copy_rest(source, temporary, shards.dtype)
         _publish(temporary, target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         return str(error)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return None
 
 

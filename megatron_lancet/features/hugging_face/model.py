@@ -1,7 +1,7 @@
 """The arguments of Megatron's that define a Hugging Face model, from Bridge's configuration of it."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.activations import quick_gelu
@@ -159,5 +159,5 @@ def _differences(provider: Any, config: Any) -> Iterator[str]:
 
 def _flag_of(name: str) -> str:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    flags = next((action.option_strings for action in parser._actions if action.dest == name), [])
+    flags: Sequence[str] = next((action.option_strings for action in parser._actions if action.dest == name), ())
     return flags[0] if flags else f"Megatron's argument {name}"

@@ -42,7 +42,7 @@ class Source:
             if "not yet supported" in str(error) or "not supported by AutoBridge" in str(error):
                 names = ", ".join(auto.list_supported_models())
                 raise UsageError(
-                    f"{FROM} {folder}: Megatron-Bridge does not know its model. It knows {names}"
+                    f"{FROM} {folder}: Megatron-Bridge does not know its model. Take one of {names}"
                 ) from None
             raise UsageError(f"{FROM} {folder}: Megatron-Bridge can't read it: {reason_of(error)}") from error
         self.pretrained: Any = bridge.hf_pretrained

@@ -14,6 +14,8 @@ from megatron_lancet.runtime.collectives import from_all_ranks
 
 _NO_WEIGHTS = ("rotary_emb.inv_freq", "_scale_inv")
 """Ends of names of tensors that a model computes, or that Bridge reads with another one."""
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Ends of names in layers that predict further tokens: files repeat the model's, which these layers share."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _SLOT = re.compile(r"\.layers\.(\d+)\.(.*\.experts)\.(\d+)\.")
 _MAX_NAMES = 3
@@ -81,7 +83,8 @@ def expected_names(source: Source) -> set[str]:
     return {
         name
         for name in source.tensor_names()
-        if not name.endswith(_NO_WEIGHTS) and (source.provider.mtp_num_layers or not _is_behind(source, name))
+        if not name.endswith(_NO_WEIGHTS)
+        and not (_is_behind(source, name) and (not source.provider.mtp_num_layers or name.endswith(_COPIES)))
     }
 
 

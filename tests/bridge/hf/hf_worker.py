@@ -44,7 +44,7 @@ class Recorder:
                 "tokens": kwargs.get("input_ids", args[0] if args else None),
                 "labels": kwargs["labels"],
                 "losses": losses.detach().clone(),
-                "logits": torch.cat(self.logits) if self.logits else torch.empty(0),
+                "logits": self.logits[-1] if self.logits else torch.empty(0),  # of the decoder
             }
         )
         self.logits.clear()
@@ -80,4 +80,5 @@ if __name__ == "__main__":
         stack.enter_context(around(weights, "load", recorder.load))
         stack.enter_context(around(training, "train_step", recorder.train_step))
         main()
-    recorder.write(int(os.environ["RANK"]))
+    if recorder.steps:
+        recorder.write(int(os.environ["RANK"]))

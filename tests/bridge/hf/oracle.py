@@ -1,13 +1,14 @@
 """What ``transformers`` computes for the tokens of a run: ``oracle.py JOBS.json ANSWERS.json``; without Megatron.
 
-Each job names a model's folder, a step, and the files that ranks wrote: in groups with the same tokens, the first pipeline
-stage first, and different parts of the vocabulary. Its answer has the largest differences, divided by the largest
-value: of losses per token and of logits in Megatron's run, and of the gradient of each weight.
+Each job names a model's folder, a step, and the files that ranks wrote: in groups with the same tokens, the first
+pipeline stage first, and different parts of the vocabulary. Its answer has the largest differences, divided by the
+largest value: of losses per token and of logits in Megatron's run, and of the gradient of each weight.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -28,13 +29,13 @@ def per_expert(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: value}
 
 
-def answer(job: dict) -> dict[str, object]:
+def answer(job: dict[str, Any]) -> dict[str, float]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job["model"], dtype=torch.float32, attn_implementation="eager"
     ).eval()
     ranks = [[torch.load(path) for path in group] for group in job["ranks"]]
     calls = [each for group in ranks for each in zip(*(one["steps"][job["step"]] for one in group), strict=True)]
-    found: dict[str, object] = {"losses": 0.0, "logits": 0.0, "num_calls": len(calls)}
+    found: dict[str, float] = {"losses": 0.0, "logits": 0.0, "num_calls": len(calls)}
     mean = torch.zeros(())
     for parts in calls:
         call, ours_SBV = parts[-1], torch.cat([part["logits"] for part in parts], -1)
@@ -47,7 +48,7 @@ def answer(job: dict) -> dict[str, object]:
     if job["gradients"]:
         ours = ranks[0][0]["gradients"]
         mean.backward()
-        theirs = {}
+        theirs: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
             theirs |= per_expert(name, parameter.grad)
         assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()

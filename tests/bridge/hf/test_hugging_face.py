@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.planning.load.placement import placement_to_json
 from tests.ranks import launch
 from tests.ranks.preloaded import MORE, Preloaded
 
@@ -44,6 +45,7 @@ class Case:
 
     Attributes:
         ranks: groups of ranks with the same tokens.
+        is_placed: whether experts are on other ranks than Megatron's.
     """
 
     family: str
@@ -52,11 +54,16 @@ class Case:
     gradients: bool = False
     num_ranks: int = 2
     plan: str = "stock modules"
+    is_placed: bool = False
 
 
+COPIES = ("4.embed_tokens.weight", "4.shared_head.head.weight")
+"""Tensors of the model that a file has once more."""
 TWO = [[0], [1]]
 CASES = {
     "qwen3_moe-stock": Case("qwen3_moe", OFF + EP2, TWO, gradients=True),
+    "qwen3_moe-placed": Case("qwen3_moe", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2", is_placed=True),
+    "deepseek_v3-mtp": Case("deepseek_v3-mtp", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2"),
     "qwen3_moe-pipeline": Case("qwen3_moe", [*EP2, *PP2, *TWO_CHUNKS], [[0, 2], [1, 3]], num_ranks=4, plan="chunks=2"),
     **{f"{family}-alone": Case(family, OFF, [[0]], num_ranks=1) for family in FAMILIES},
     **{
@@ -70,7 +77,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    run_alone(HERE / "make_models.py", folder, *FAMILIES, "llama")
+    run_alone(HERE / "make_models.py", folder, *FAMILIES, "deepseek_v3-mtp")
     return folder
 
 
@@ -112,6 +119,10 @@ def run(server, model, case, folder, extra=()):
         *(str(HERE / "hf_worker.py"), "--lancet-from-hf", str(model), "--lancet-save-hf", str(folder / "saved")),
         *(*SHORT_RUN, "--save", str(folder / "checkpoints"), *case.extra, *extra),
     ]
+    if case.is_placed:
+        placement = folder / "placement.json"
+        placement.write_text(placement_to_json({2: (5, 1, 0, 7, 3, 2, 6, 4), 4: (7, 6, 5, 4, 3, 2, 1, 0)}))
+        command += ["--lancet-expert-placement", str(placement)]
     port = launch.free_port()
     ranks = []
     for rank in range(case.num_ranks):
@@ -160,6 +171,7 @@ def same_to_the_bit(first, second):
     from safetensors.torch import load_file
 
     one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    one = {name: value for name, value in one.items() if not name.endswith(COPIES)}
     same = {name for name in one.keys() & other.keys() if one[name].dtype == other[name].dtype}
     return one.keys() == other.keys() == same and all(one[name].equal(other[name]) for name in one)
 
@@ -191,3 +203,13 @@ def test_trained_model_is_the_same_in_transformers(name, expected, ran, models):
     assert saved["logits"] < TOLERANCE
     assert not same_to_the_bit(models / CASES[name].family, ran[name].folder / "saved/iter_0000003")
     assert {path.name for path in (ran[name].folder / "saved").iterdir()} == {"iter_0000003", "iter_0000004"}
+
+
+def test_checkpoint_of_a_run_becomes_a_folder(ran, server, models, tmp_path):
+    """The same command with no step left to do, on another number of ranks."""
+    name, first = "qwen3_moe-two-chunks", ran["qwen3_moe-two-chunks"].folder
+    alone = Case("qwen3_moe", [], [[0]], num_ranks=1)
+    load = ["--load", str(first / "checkpoints"), "--no-load-optim", "--no-load-rng"]
+    again = run(server, models / "qwen3_moe", alone, tmp_path / name, load)
+    launch.check(again.results)
+    assert same_to_the_bit(first / "saved/iter_0000004", again.folder / "saved/iter_0000004")
