@@ -3,6 +3,7 @@
 LANCET_TEST_RESULT names the folder. In it is also the model as it is saved before the first step.
 """
 
+import functools
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from megatron.training import training
 
 from megatron_lancet.features.hugging_face import folders, weights
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.training.platform import detect
 from megatron_lancet.training.pretrain import main
+from tests import te_cpu
 from tests.bridge import preload  # noqa: F401
 
 OUT = Path(os.environ["LANCET_TEST_RESULT"])
@@ -79,6 +82,8 @@ if __name__ == "__main__":
     with ExitStack() as stack:
         stack.enter_context(around(weights, "load", recorder.load))
         stack.enter_context(around(training, "train_step", recorder.train_step))
+        if te_cpu.is_installed():
+            stack.enter_context(replaced(detect, "cpu_platform", functools.partial(te_cpu.te_platform, (9, 0))))
         main()
     if recorder.steps:
         recorder.write(int(os.environ["RANK"]))

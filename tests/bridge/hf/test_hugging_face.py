@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.planning.load.placement import placement_to_json
+from tests import te_cpu
 from tests.ranks import launch
 from tests.ranks.preloaded import MORE, Preloaded
 
@@ -35,6 +36,7 @@ EP2 = ["--expert-model-parallel-size", "2"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 TP2 = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1", "--sequence-parallel"]
 OFF = ["--lancet-plan", "off"]
+TE = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
 ONE_CHUNK = ["--lancet-num-chunks", "1"]
 TWO_CHUNKS = ["--lancet-num-chunks", "2"]
 
@@ -46,6 +48,7 @@ class Case:
     Attributes:
         ranks: groups of ranks with the same tokens.
         is_placed: whether experts are on other ranks than Megatron's.
+        te: whether layers are Transformer Engine's, whose kernels the tests stand in for.
     """
 
     family: str
@@ -55,6 +58,7 @@ class Case:
     num_ranks: int = 2
     plan: str = "stock modules"
     is_placed: bool = False
+    te: bool = False
 
 
 COPIES = ("4.embed_tokens.weight", "4.shared_head.head.weight")
@@ -64,6 +68,9 @@ CASES = {
     "qwen3_moe-stock": Case("qwen3_moe", OFF + EP2, TWO, gradients=True),
     "qwen3_moe-placed": Case("qwen3_moe", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2", is_placed=True),
     "deepseek_v3-mtp": Case("deepseek_v3-mtp", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2"),
+    **{
+        f"{family}-te": Case(family, [*EP2, *TWO_CHUNKS, *TE], TWO, te=True, plan="chunks=2") for family in FAMILIES[:2]
+    },
     "qwen3_moe-pipeline": Case("qwen3_moe", [*EP2, *PP2, *TWO_CHUNKS], [[0, 2], [1, 3]], num_ranks=4, plan="chunks=2"),
     **{f"{family}-alone": Case(family, OFF, [[0]], num_ranks=1) for family in FAMILIES},
     **{
@@ -95,11 +102,16 @@ def run_alone(script, *args):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def servers(tmp_path_factory):
+    """Processes that fork ranks, without and with Transformer Engine."""
     environment = {**launch.rank_environment(0, 1, 0), "PYTHONPATH": PYTHONPATH, MORE: "tests.bridge.preload"}
-    server = Preloaded(environment, tmp_path_factory.mktemp("s"))
-    yield server
-    server.stop()
+    servers = {
+        False: Preloaded(environment, tmp_path_factory.mktemp("s")),
+        True: Preloaded({**environment, **te_cpu.ENVIRONMENT}, tmp_path_factory.mktemp("t"), te=True),
+    }
+    yield servers
+    for server in servers.values():
+        server.stop()
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class Ran:
         return "\n".join(one.output for one in self.results)
 
 
-def run(server, model, case, folder, extra=()):
+def run(servers, model, case, folder, extra=()):
     """A run from a model's folder, whether it ends well or not."""
     folder.mkdir(parents=True)
     command = [
@@ -131,17 +143,18 @@ def run(server, model, case, folder, extra=()):
             "PYTHONPATH": PYTHONPATH,
             "LANCET_TEST_RESULT": str(folder),
             **({"LANCET_TEST_GRADIENTS": "1"} if case.gradients else {}),
+            **(te_cpu.ENVIRONMENT if case.te else {}),
         }
         log = folder / f"rank{rank}.log"
         log.write_text("")
-        ranks.append(server.start(command, environment, log, launch.REPO))
+        ranks.append(servers[case.te].start(command, environment, log, launch.REPO))
     return Ran(folder, launch.finish(ranks, folder, 120))
 
 
 @pytest.fixture(scope="module")
-def ran(server, models, tmp_path_factory):
+def ran(servers, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    found = {name: run(server, models / case.family, case, folder / name) for name, case in CASES.items()}
+    found = {name: run(servers, models / case.family, case, folder / name) for name, case in CASES.items()}
     for one in found.values():
         launch.check(one.results)
     return found
@@ -205,11 +218,11 @@ def test_trained_model_is_the_same_in_transformers(name, expected, ran, models):
     assert {path.name for path in (ran[name].folder / "saved").iterdir()} == {"iter_0000003", "iter_0000004"}
 
 
-def test_checkpoint_of_a_run_becomes_a_folder(ran, server, models, tmp_path):
+def test_checkpoint_of_a_run_becomes_a_folder(ran, servers, models, tmp_path):
     """The same command with no step left to do, on another number of ranks."""
     name, first = "qwen3_moe-two-chunks", ran["qwen3_moe-two-chunks"].folder
     alone = Case("qwen3_moe", [], [[0]], num_ranks=1)
     load = ["--load", str(first / "checkpoints"), "--no-load-optim", "--no-load-rng"]
-    again = run(server, models / "qwen3_moe", alone, tmp_path / name, load)
+    again = run(servers, models / "qwen3_moe", alone, tmp_path / name, load)
     launch.check(again.results)
     assert same_to_the_bit(first / "saved/iter_0000004", again.folder / "saved/iter_0000004")

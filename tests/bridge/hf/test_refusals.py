@@ -110,9 +110,7 @@ def test_other_model_is_refused(monkeypatch, tmp_path, changes, message):
 
 
 def test_folder_without_a_model_is_refused(monkeypatch, tmp_path, qwen3):
-    with pytest.raises(
-        UsageError, match=r"expects a folder, found none at .*none\. Download the model first, with hf "
-    ):
+    with pytest.raises(UsageError, match=r"expects a folder, found none at .*none\. Download the model first, "):
         parse(monkeypatch, "--lancet-from-hf", tmp_path / "none")
     with pytest.raises(UsageError, match=r"expected config\.json in it, found none"):
         parse(monkeypatch, "--lancet-from-hf", tmp_path)
