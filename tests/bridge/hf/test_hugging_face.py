@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -226,3 +227,52 @@ def test_checkpoint_of_a_run_becomes_a_folder(ran, servers, models, tmp_path):
     again = run(servers, models / "qwen3_moe", alone, tmp_path / name, load)
     launch.check(again.results)
     assert same_to_the_bit(first / "saved/iter_0000004", again.folder / "saved/iter_0000004")
+
+
+def test_half_precision_comes_out_in_half_precision(servers, models, tmp_path):
+    from safetensors.torch import load_file
+
+    done = run(servers, models / "qwen3_moe", Case("qwen3_moe", [*EP2, *TWO_CHUNKS, "--bf16"], TWO), tmp_path / "run")
+    launch.check(done.results)
+    source = load_file(models / "qwen3_moe/model.safetensors")
+    found = load_file(done.folder / "iter_0000000/model.safetensors")
+    assert found.keys() == source.keys()
+    assert all(found[name].equal(value.bfloat16()) for name, value in source.items())
+    assert json.loads((done.folder / "iter_0000000/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def changed_model(model, place, change):
+    """A copy of a model's folder with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, place)
+    weights = load_file(place / "model.safetensors")
+    change(weights)
+    save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+LAST = "model.layers.3.mlp.experts.7"
+
+
+@pytest.mark.parametrize(
+    ("change", "extra", "message"),
+    [
+        (lambda weights: weights.pop(f"{LAST}.down_proj.weight"), [], "expected weights for decoder.layers.3.mlp."),
+        (
+            lambda weights: weights.update({f"{LAST}.bias": weights["model.norm.weight"].clone()}),
+            [],
+            f"the model has no place for its weights {LAST}.bias, because Megatron-Bridge describes Qwen3Moe",
+        ),
+        (lambda weights: None, ["--vocab-size", "300"], "expected a tokenizer of at most 256 tokens, found 301"),
+    ],
+    ids=["missing", "unknown", "tokenizer"],
+)
+def test_folder_that_does_not_fit_is_refused(change, extra, message, servers, models, tmp_path):
+    model = changed_model(models / "qwen3_moe", tmp_path / "model", change)
+    case = Case("qwen3_moe", [*EP2, *TWO_CHUNKS], TWO)
+    refused = run(servers, model, case, tmp_path / "run", extra)
+    assert all(one.returncode for one in refused.results)
+    (line,) = {line for line in refused.output.splitlines() if line.startswith("error:")}
+    assert message in line
+    assert not (refused.folder / "saved").exists() or not any((refused.folder / "saved").iterdir())
