@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training.arguments import add_megatron_arguments
 from torch.nn.functional import silu

@@ -1,11 +1,13 @@
 """Hugging Face's weights in and out of real runs, compared with what ``transformers`` computes for the same tokens."""
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,15 +106,18 @@ def run_alone(script, *args):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Processes that fork ranks, without and with Transformer Engine."""
+    """Processes that fork ranks, without and with Transformer Engine, each started when a test needs it."""
     environment = {**launch.rank_environment(0, 1, 0), "PYTHONPATH": PYTHONPATH, MORE: "tests.bridge.preload"}
-    servers = {
-        False: Preloaded(environment, tmp_path_factory.mktemp("s")),
-        True: Preloaded({**environment, **te_cpu.ENVIRONMENT}, tmp_path_factory.mktemp("t"), te=True),
-    }
-    yield servers
-    for server in servers.values():
-        server.stop()
+    with ExitStack() as stack:
+
+        @functools.cache
+        def server(te):
+            own = te_cpu.ENVIRONMENT if te else {}
+            found = Preloaded({**environment, **own}, tmp_path_factory.mktemp("s"), te=te)
+            stack.callback(found.stop)
+            return found
+
+        yield server
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def run(servers, model, case, folder, extra=()):
         }
         log = folder / f"rank{rank}.log"
         log.write_text("")
-        ranks.append(servers[case.te].start(command, environment, log, launch.REPO))
+        ranks.append(servers(case.te).start(command, environment, log, launch.REPO))
     return Ran(folder, launch.finish(ranks, folder, 120))
 
 
