@@ -23,6 +23,7 @@ ALIASES = {
     "dedup": ("dedup", "deduplicated"),
     "documents": ("document",),
     "ep_resize": ("separate expert grads", "resize"),
+    "hugging_face": ("from hf", "save hf"),
     "hybrid": ("hybrid",),
     "locality": ("locality",),
     "mtp": ("mtp", "multi token", "predictions"),

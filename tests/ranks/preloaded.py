@@ -49,6 +49,8 @@ MODULES = (
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text.text_tokenizer",
 )
+MORE = "LANCET_TEST_PRELOADS"
+"""Environment variable of the process that forks: a further module, which is imported last."""
 FULL_END = "LANCET_TEST_FULL_END"
 """Environment variable of a rank that ends as any interpreter does."""
 _TE_FLAG = "--te"
@@ -344,7 +346,7 @@ def main() -> None:
         from tests import te_cpu
 
         te_cpu.install()
-    for module in MODULES:
+    for module in (*MODULES, *os.environ.get(MORE, "").split()):
         importlib.import_module(module)
     keep_docstrings()
     keep_sources()

@@ -22,6 +22,7 @@ OWNERS = {
         "megatron.training",
     ),
     "features/comm_priority": ("megatron.core.distributed", "torch.distributed"),  # DDP's reductions
+    "features/hugging_face": ("megatron.training.training",),
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the same
