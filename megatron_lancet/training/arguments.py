@@ -301,11 +301,8 @@ def _check_local_modules(args: argparse.Namespace) -> None:
 
 
 def _check_data(args: argparse.Namespace) -> None:
-    named = (
-        *(args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path),
-        *(args.data_args_path, args.per_split_data_args_path),
-    )
-    if not any(named) and not args.mock_data:
+    named = [getattr(args, f"{part}data_path") for part in ("", "train_", "valid_", "test_")]
+    if not any((*named, args.data_args_path, args.per_split_data_args_path, args.mock_data)):
         raise UsageError("no data: pass --data-path PREFIX (see lancet data encode) or --mock-data.")
     if args.eval_interval is None:
         raise UsageError("--eval-interval is missing: Megatron plans its validation samples by it.")

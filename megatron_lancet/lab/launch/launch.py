@@ -80,6 +80,8 @@ def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
         raise UsageError(f"there is no launch script {script}. Pass a file, or flags of Megatron.")
     if script.suffix == ".py":
         return _launch_of_flags(words[1:])
+    if b"\0" in script.read_bytes():
+        raise UsageError(f"{script} is no text: expected a launch script, or a file of flags of Megatron.")
     flags = flags_in(script)
     if flags is not None:
         return _launch_of_flags([*flags, *words[1:]])

@@ -14,6 +14,7 @@ from megatron_lancet.lab.dry_run.layout import choose_world
 from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training import arguments
+from megatron_lancet.training.flag_conflicts import check_flag_conflicts
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
@@ -86,6 +87,7 @@ def modelled_run() -> ModelledRun:
         args.distributed_backend = "nccl"
         normalize_args(args, config)
         arguments.check_settings(args, config)
+        check_flag_conflicts(args)
         validate_args(args)
     _refuse_unknown(args, config)
     return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))
@@ -100,6 +102,7 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
     args.padded_vocab_size = _FEW_PIECES * args.tensor_model_parallel_size
     if args.eval_interval is None:
         args.eval_interval = 1000
+    args.lr, args.train_iters = args.lr or 1.0, args.train_iters or 1  # a step has neither
     if args.transformer_impl != "local":
         yield "layers are Megatron's local ones: Transformer Engine's have fewer kernels, and are not modelled"
     if args.fp8 or args.fp4:
