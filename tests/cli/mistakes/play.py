@@ -107,6 +107,7 @@ def play(mistake: Mistake, files: Files, log: Path, is_training: bool) -> End:
 
 def play_all(mistakes: Mapping[str, Mistake], files: Files, logs: Path, is_training: bool) -> dict[str, End]:
     """Makes several mistakes, a few at a time."""
+    launch.preloaded()  # not in the time of the first ones
 
     def one(numbered: tuple[int, Mistake]) -> End:
         return play(numbered[1], files, logs / str(numbered[0]), is_training)
