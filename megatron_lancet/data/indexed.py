@@ -129,5 +129,5 @@ def _check_sequences(idx: Path, lengths: np.ndarray, offsets: np.ndarray, token_
     num_bytes = lengths.astype(np.int64) * token_bytes
     ends = offsets + num_bytes  # no overflow: lengths below 2^31, offsets within a file
     if int(ends.max()) > bin_bytes:
-        raise _damaged(idx, f"a sequence ends at byte {int(ends.max())} of a .bin of {bin_bytes}: is that truncated?")
+        raise _damaged(idx, f"a sequence ends at byte {int(ends.max())} of a .bin of {bin_bytes}, which may be cut")
     return int(offsets[0]) == 0 and bool((offsets[1:] == ends[:-1]).all())

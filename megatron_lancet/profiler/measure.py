@@ -58,7 +58,7 @@ NUM_TRACED_STEPS = 3
 """Traced steps of each plan. Medians go over them, over all layers and all micro-batches."""
 _CHUNK_COUNTS = (2, 4)
 _PROFILED_TILES = 2
-_MIN_TOKENS_OF_CHUNK = 16
+MIN_TOKENS_OF_CHUNK = 16
 """With fewer tokens, launching an op costs more than its work, so such a plan is not worth profiling."""
 
 _Rank = tuple[OpMedians, dict[str, float], list[MemoryUse], RankRouting]
@@ -97,7 +97,7 @@ def plans_to_profile(
         fixed_plan(count, DwPolicy.FILL, dim, overlap_range, chunk_multiple=multiples[dim])
         for dim in dims
         for count in chunk_counts
-        if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= _MIN_TOKENS_OF_CHUNK
+        if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= MIN_TOKENS_OF_CHUNK
     ]
     others = [one for one in Dispatch.known().values() if one in dispatches and not one.is_plain]
     tiled = [fixed_plan(1, DwPolicy.FILL, overlap_range=overlap_range, tiles=_PROFILED_TILES)] if has_tiles else []

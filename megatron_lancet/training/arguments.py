@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -257,20 +258,19 @@ def _check_layout(args: argparse.Namespace) -> None:
     if expert_size == 1:
         return
     if not args.num_experts:
-        raise UsageError(
-            f"--expert-model-parallel-size {expert_size} needs a Mixture-of-Experts model: pass --num-experts."
-        )
+        raise UsageError(f"--expert-model-parallel-size {expert_size} needs experts: pass --num-experts.")
     if args.num_experts % expert_size != 0:
         raise UsageError(
             f"--num-experts must be a multiple of --expert-model-parallel-size; got {args.num_experts} experts on "
             f"{expert_size} expert-parallel ranks. Change one of them."
         )
     expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    ranks_per_stage = args.world_size // args.pipeline_model_parallel_size
-    if ranks_per_stage % (expert_size * expert_tensor_size) != 0:
+    experts_size = expert_size * expert_tensor_size * args.pipeline_model_parallel_size
+    if args.world_size % experts_size != 0:
         raise UsageError(
             f"--expert-model-parallel-size {expert_size} x expert tensor parallel size {expert_tensor_size} must "
-            f"divide the ranks of a pipeline stage; there are {args.world_size} ranks, {ranks_per_stage} per stage."
+            f"divide the ranks of a pipeline stage; there are {args.world_size} ranks. Start a multiple of "
+            f"{math.lcm(model_size, experts_size)} ranks."
         )
 
 
@@ -301,11 +301,8 @@ def _check_local_modules(args: argparse.Namespace) -> None:
 
 
 def _check_data(args: argparse.Namespace) -> None:
-    named = (
-        *(args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path),
-        *(args.data_args_path, args.per_split_data_args_path),
-    )
-    if not any(named) and not args.mock_data:
+    named = [getattr(args, f"{part}data_path") for part in ("", "train_", "valid_", "test_")]
+    if not any((*named, args.data_args_path, args.per_split_data_args_path, args.mock_data)):
         raise UsageError("no data: pass --data-path PREFIX (see lancet data encode) or --mock-data.")
     if args.eval_interval is None:
         raise UsageError("--eval-interval is missing: Megatron plans its validation samples by it.")

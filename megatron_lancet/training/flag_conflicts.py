@@ -20,12 +20,14 @@ def check_flag_conflicts(args: argparse.Namespace) -> None:
 
 
 def _missing(args: argparse.Namespace) -> Iterator[str]:
-    for name in _REQUIRED:
+    for name in _REQUIRED if args.skip_train else (*_REQUIRED, "lr"):
         is_given = name == "seq_length" and args.encoder_seq_length is not None
         if getattr(args, name) is None and not is_given:
             yield f"--{name.replace('_', '-')} is missing: pass it."
     if args.num_layers is None and args.hybrid_layer_pattern is None and args.hybrid_override_pattern is None:
         yield "--num-layers is missing: pass it."
+    if args.train_iters is None and args.train_samples is None and not args.skip_train:
+        yield "--train-iters is missing: pass it, or --train-samples."
 
 
 def _of_training(args: argparse.Namespace) -> Iterator[str]:

@@ -11,9 +11,10 @@ from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.profile_steps import plans_within
 from megatron_lancet.features.tuning.profile_to_file import FLAG, ProfileToFile, check_can_profile
 from megatron_lancet.planning.search.search_space import Limits
-from megatron_lancet.profiler.measure import num_profile_steps
+from megatron_lancet.profiler.measure import MIN_TOKENS_OF_CHUNK, num_profile_steps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.limits import chunked_dim, planning_limits
+from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.run import OverlappedRun
 
 
@@ -50,6 +51,20 @@ class TuningFeature(Feature):
         fewer = "" if config.of(TuningFlags).cache_dir is None else " (fewer with a cached profile)"
         line = f"auto (tuned during training); runs shorter than {num_steps} steps{fewer} use {line}"
         return line, planning_limits(args, config)
+
+    def note(self, facts: RunFacts) -> str:
+        """Says that a fixed plan has chunks that are too small to be worth it."""
+        if facts.plan is None or facts.plan_changes:
+            return ""
+        most = max(segment.num_chunks for segment in facts.plan.segments)
+        samples, positions = micro_batch_shape(facts.args, facts.config)
+        num_tokens = samples * positions // facts.args.context_parallel_size // most
+        if most == 1 or num_tokens >= MIN_TOKENS_OF_CHUNK:
+            return ""
+        return (
+            f"; a chunk has {num_tokens} tokens, and with fewer than {MIN_TOKENS_OF_CHUNK} launching an op costs more "
+            "than its work: cut into fewer chunks"
+        )
 
     def shrink(self, launch: SmallLaunch) -> None:
         """Keeps a check away from the user's profiles."""

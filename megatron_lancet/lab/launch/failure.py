@@ -16,8 +16,8 @@ _HINTS = (
     (r"syntax error|unexpected", "Bash can't read the script: bash -n shows where."),
 )
 _EXPECTED = (
-    "expected torchrun, python -m torch.distributed.run, srun, mpirun or deepspeed with a Python file, or python "
-    "pretrain_*.py."
+    "expected torchrun, python -m torch.distributed.run, srun, mpirun, deepspeed or accelerate launch with a Python "
+    "file, or python pretrain_*.py."
 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.failure import describe_failure
 from megatron_lancet.lab.launch.flag_file import flags_in
-from megatron_lancet.lab.launch.isolated import slurm
+from megatron_lancet.lab.launch.isolated import pbs, slurm
 from megatron_lancet.lab.launch.isolated.launchers import LAUNCHED_BY, STAND_INS
 from megatron_lancet.lab.launch.isolated.script import NotIsolatedError, Started, run_script
 from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD
@@ -25,9 +25,9 @@ from megatron_lancet.patching import replaced
 TRUST_FLAG = "--trust-script"
 _OWN_VARIABLES = (
     *("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", "SHELLOPTS", "TMPDIR"),
-    *(RECORD, LAUNCHED_BY, STAND_INS, BASH_ENV, "BASH_ENV", slurm.FACTS),
+    *(RECORD, LAUNCHED_BY, STAND_INS, BASH_ENV, "BASH_ENV", slurm.FACTS, pbs.HOSTS),
 )
-_OF_A_LAUNCHER = ("SLURM_", "SLURMD_", "OMPI_", "PMI_")
+_OF_A_LAUNCHER = ("SLURM_", "SLURMD_", "OMPI_", "PMI_", "PBS_")
 """Starts of names of variables that launchers set."""
 _OF_A_MODEL = ("--num-layers", "--use-checkpoint-args", "--yaml-cfg")
 """Flags that distinguish a Megatron training from other programs that a script launches."""
@@ -80,6 +80,8 @@ def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
         raise UsageError(f"there is no launch script {script}. Pass a file, or flags of Megatron.")
     if script.suffix == ".py":
         return _launch_of_flags(words[1:])
+    if b"\0" in script.read_bytes():
+        raise UsageError(f"{script} is no text: expected a launch script, or a file of flags of Megatron.")
     flags = flags_in(script)
     if flags is not None:
         return _launch_of_flags([*flags, *words[1:]])
@@ -111,7 +113,8 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
     if program is None:
         if outcome.failed:
             raise UsageError(describe_failure(script, outcome))
-        raise UsageError(f"{script} starts no Python file: found {' '.join(started.words)}")
+        found = " ".join(started.words)
+        raise UsageError(f"{script} starts no Python file: found {found}. Look for an option that has no value.")
     return _launch(started, program, text, defaults)
 
 
@@ -127,8 +130,12 @@ def _text_of(script: Path) -> str:
 
 def _defaults(script: Path, text: str) -> dict[str, str]:
     """Returns the variables of a job of the script, as the scheduler sets them."""
-    job = slurm.job_of(script.read_text(errors="replace"), os.environ, str(Path.cwd()))
+    own, folder = script.read_text(errors="replace"), str(Path.cwd())
     others = {name: value for name, value in _OF_A_CLUSTER.items() if not slurm.has_own_default(text, name)}
+    of_pbs = None if slurm.directives(own) else pbs.job_of(own, os.environ, folder)
+    if of_pbs is not None:
+        return {**others, **of_pbs.variables, slurm.FACTS: slurm.written_facts(of_pbs.facts)}
+    job = slurm.job_of(own, os.environ, folder)
     return {**others, **job.assumed_in(text), **job.given, slurm.FACTS: slurm.written_facts(job.facts)}
 
 

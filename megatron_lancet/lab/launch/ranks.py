@@ -6,16 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.launch.isolated import slurm
-from megatron_lancet.lab.launch.isolated.grammars import DEEPSPEED, TORCHRUN
-from megatron_lancet.lab.launch.isolated.launchers import Launcher
+from megatron_lancet.lab.launch.deepspeed import ranks_of_deepspeed
+from megatron_lancet.lab.launch.isolated import pbs, slurm
+from megatron_lancet.lab.launch.isolated.grammars import ACCELERATE, DEEPSPEED, TORCHRUN
+from megatron_lancet.lab.launch.isolated.launchers import Launcher, hosts_in
 from megatron_lancet.lab.launch.isolated.options import Options, split
 from megatron_lancet.lab.launch.isolated.script import Started
 from megatron_lancet.lab.launch.isolated.slurm import Fact, joined, leading
-from megatron_lancet.lab.launch.isolated.stand_ins import DEEPSPEED_MODULES, LAUNCHER_FILES, TORCHRUN_MODULES
+from megatron_lancet.lab.launch.isolated.stand_ins import (
+    ACCELERATE_MODULES,
+    DEEPSPEED_MODULES,
+    LAUNCHER_FILES,
+    TORCHRUN_MODULES,
+)
 
-_GRAMMARS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
-_SIZES = ("nnodes", "nproc-per-node", "num-nodes", "num-gpus")
+_GRAMMARS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+_SIZES = ("nnodes", "nproc-per-node", "num-nodes", "num-gpus", "num-machines", "num-processes")
 _ALL_GPUS = ("gpu", "auto", "cuda")
 
 
@@ -24,7 +30,7 @@ class Program:
     """A program in a launch.
 
     Attributes:
-        launcher: torchrun, deepspeed, or empty.
+        launcher: torchrun, deepspeed, accelerate, or empty.
         options: of the launcher, by name with dashes.
         arguments: of the program.
     """
@@ -42,6 +48,8 @@ def program_of(words: Sequence[str]) -> Program | None:
             return _launched("torchrun", words[index + 1 :])
         if (is_module and word in DEEPSPEED_MODULES) or (not is_module and Path(word).name == LAUNCHER_FILES[2]):
             return _launched("deepspeed", words[index + 1 :])
+        if is_module and word in ACCELERATE_MODULES:
+            return _launched("accelerate", words[index + 1 :])
         if is_module or word.endswith(".py"):
             return Program("", {}, list(words[index + 1 :]))
     return None
@@ -81,7 +89,9 @@ def ranks_of(started: Started, program: Program, script: str) -> Fact | None:
     if program.launcher == "torchrun":
         return _torchrun(program.options, environment, step, script)
     if program.launcher == "deepspeed":
-        return _deepspeed(program.options, environment, next(reversed(started.launched_by), Launcher("")))
+        return ranks_of_deepspeed(program.options, _noted(started, program), _gpus(environment))
+    if program.launcher == "accelerate":
+        return _accelerate(program.options, _noted(started, program), environment)
     size = leading(environment.get("WORLD_SIZE", ""))
     if step is not None and step.tasks is not None and (step.is_given or size is None):
         other = f"; WORLD_SIZE={size} differs" if size not in (None, step.tasks) else ""
@@ -90,6 +100,16 @@ def ranks_of(started: Started, program: Program, script: str) -> Fact | None:
         return Fact(size, f"WORLD_SIZE={size}")
     tasks = slurm.read_facts(environment).get(slurm.TASKS)
     return tasks if tasks is not None and tasks.is_given else None
+
+
+def _noted(started: Started, program: Program) -> Launcher:
+    """Returns what the launcher's command noted; ``python -m`` notes nothing, so files that it names are read here."""
+    noted = next((one for one in reversed(started.launched_by) if one.name == program.launcher), None)
+    if noted is not None:
+        return noted
+    file = next((program.options[name] for name in ("hostfile", "H", "config-file") if name in program.options), "")
+    hosts = hosts_in(Path(file)) if program.launcher == "deepspeed" and file else {}
+    return Launcher(program.launcher, hosts=hosts, missing="" if hosts else file)
 
 
 def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: Launcher | None, script: str) -> Fact:
@@ -113,21 +133,37 @@ def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: 
 
 
 def _reads_nodes(script: str) -> bool:
-    return any(name in script for name in (slurm.NODES, "SLURM_JOB_NUM_NODES", "NODELIST"))
+    return any(name in script for name in (slurm.NODES, "SLURM_JOB_NUM_NODES", "NODELIST", *pbs.READS_NODES))
 
 
-def _deepspeed(options: Mapping[str, str], environment: Mapping[str, str], launcher: Launcher) -> Fact:
-    said = [f"--{name.replace('-', '_')} {options[name]}" for name in ("num-nodes", "num-gpus") if name in options]
-    num_hosts, slots = launcher.hosts, launcher.slots
-    if num_hosts and not said:
-        return Fact(slots, f"deepspeed with a hostfile of {num_hosts} hosts")
-    nodes = _size("num_nodes", options["num-nodes"]) if "num-nodes" in options else max(1, num_hosts)
-    if "num-gpus" in options:
-        of_node = Fact(_size("num_gpus", options["num-gpus"]), "")
+def _accelerate(options: Mapping[str, str], own: Launcher, environment: Mapping[str, str]) -> Fact:
+    """Reads the number of processes on all machines, from the command line or from its file of settings."""
+    filters = [name for name in ("deepspeed-inclusion-filter", "deepspeed-exclusion-filter") if options.get(name)]
+    if filters:
+        raise UsageError(f"accelerate launch --{filters[0].replace('-', '_')} is not read. Pass --num_processes alone.")
+    asked = options.get("num-machines")
+    machines = _size("num_machines", asked) if asked is not None else own.nodes or 1
+    if "num-processes" in options:
+        text = options["num-processes"]
+        found = Fact(_size("num_processes", text), f"accelerate launch --num_processes {text}")
+    elif own.missing:
+        raise UsageError(f"accelerate's --config_file {own.missing} is not on this machine. Pass --num_processes.")
+    elif own.tasks is not None:
+        found = Fact(own.tasks, own.source)
+    elif machines > 1:
+        raise UsageError(
+            f"accelerate launch --num_machines {machines} does not say how many processes all machines start. Pass "
+            "--num_processes."
+        )
     else:
-        of_node = Fact(slots // num_hosts, "") if slots else _gpus(environment)
-    notes = f" ({of_node.source})" if of_node.source else ""
-    return Fact(nodes * of_node.value, " ".join(["deepspeed", *said]) + notes)
+        gpus = _gpus(environment)
+        found = Fact(gpus.value, f"accelerate launch ({gpus.source})")
+    if found.value % machines:
+        raise UsageError(
+            f"{found.source}: {found.value} processes can't be shared evenly by {machines} machines. Pass a multiple "
+            "of --num_machines."
+        )
+    return found
 
 
 def _gpus(environment: Mapping[str, str]) -> Fact:

@@ -17,7 +17,7 @@ from megatron_lancet.training.megatron.virtual_gpu_patches import megatrons_kern
 def kernels_of_a_gpu(gpu: MetaGpu) -> Iterator[None]:
     """Inside the context a model on the meta device enqueues what it would on a GPU."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(sdpa, "scaled_dot_product_attention", _flash_attention))
+        stack.enter_context(replaced(sdpa, "scaled_dot_product_attention", _fused_attention))
         stack.enter_context(replaced(sdpa, "causal_lower_right", lambda *_: None))
         stack.enter_context(replaced(torch.nn.functional, "rms_norm", _fused_rms_norm(gpu)))
         stack.enter_context(replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True))
@@ -25,10 +25,15 @@ def kernels_of_a_gpu(gpu: MetaGpu) -> Iterator[None]:
         yield
 
 
-def _flash_attention(
+def _fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, scale: float, **_: Any
 ) -> torch.Tensor:
     """The fused kernel that torch chooses on a GPU; always causal here."""
+    if query.size(-1) != value.size(-1):  # latent attention: flash attention takes equal sizes only
+        wide: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, query.requires_grad, dropout_p, True, scale=scale
+        )[0]
+        return wide
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, True, scale=scale
     )[0]

@@ -11,9 +11,11 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
+from megatron_lancet.model.recompute import DROPS_OUTPUTS
 from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training import arguments
+from megatron_lancet.training.flag_conflicts import check_flag_conflicts
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
@@ -86,6 +88,7 @@ def modelled_run() -> ModelledRun:
         args.distributed_backend = "nccl"
         normalize_args(args, config)
         arguments.check_settings(args, config)
+        check_flag_conflicts(args)
         validate_args(args)
     _refuse_unknown(args, config)
     return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))
@@ -100,12 +103,22 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
     args.padded_vocab_size = _FEW_PIECES * args.tensor_model_parallel_size
     if args.eval_interval is None:
         args.eval_interval = 1000
+    args.lr = args.lr or 1.0  # a step has no rate
+    if args.train_iters is None and args.train_samples is None:
+        args.train_iters = 1
+    of_te = [module for module in args.recompute_modules or () if module in DROPS_OUTPUTS]
+    if of_te and args.transformer_impl != "local":
+        yield f"outputs of {', '.join(of_te)} are kept: to recompute them takes Transformer Engine's layers"
+        args.recompute_modules = [module for module in args.recompute_modules if module not in of_te]
+        if not args.recompute_modules:
+            args.recompute_granularity = args.recompute_modules = None
     if args.transformer_impl != "local":
         yield "layers are Megatron's local ones: Transformer Engine's have fewer kernels, and are not modelled"
     if args.fp8 or args.fp4:
         yield "matrix products count as bf16: low precision needs Transformer Engine"
         args.fp8 = args.fp4 = None
         args.fp8_recipe, args.fp8_param_gather = "delayed", False
+        args.moe_router_padding_for_fp8 = args.moe_router_padding_for_quantization = False
     if args.pipeline_model_parallel_size > 1:
         yield "pipeline stages and their messages are left out: all layers are on one stage"
         args.pipeline_model_parallel_size = 1

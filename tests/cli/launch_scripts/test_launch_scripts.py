@@ -9,6 +9,7 @@ import pytest
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.flag_file import flags_in
 from megatron_lancet.lab.launch.launch import launch_of_script, read_launch
+from tests.cli.launch_scripts.launches import COUNTS, FAILURES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMON = (
@@ -106,6 +107,17 @@ EXPECTED = {
         *(40, "#SBATCH --nodes=5 x torchrun --nproc-per-node 8"),
         "--num-experts 40 --expert-model-parallel-size 40 --global-batch-size 80",
     ),
+    "pbs_mpiexec": Expected(
+        *(32, "#PBS -l select=4:ncpus=64:ngpus=8:mem=480gb x torchrun --nproc-per-node 8"),
+        "--num-experts 32 --expert-model-parallel-size 32 --global-batch-size 64",
+        sets={"MASTER_ADDR": "node1", **ONE_CONNECTION},
+    ),
+    "ssh_loop": Expected(
+        *(24, "torchrun --nnodes 3 --nproc-per-node 8"),
+        "--num-experts 24 --expert-model-parallel-size 24 --global-batch-size 48",
+        sets={"NCCL_SOCKET_IFNAME": "ib0", **ONE_CONNECTION},
+    ),
+    "accelerate_machines": Expected(32, "accelerate launch --num_processes 32", "--global-batch-size 64"),
     "operator_world_size": Expected(
         *(32, "torchrun --nnodes 4 --nproc-per-node 8", "--expert-model-parallel-size 16 --global-batch-size 64"),
         environment={"WORLD_SIZE": "4", "RANK": "0"},
@@ -172,57 +184,11 @@ def test_scripts_that_are_trusted_may_fill_new_files(name, start):
     assert launch.num_ranks == EXPECTED[name].num_ranks
 
 
-COUNTS = {
-    "#SBATCH --nodes=4\nsrun -n 32 python -u {train}": (32, "srun --ntasks 32"),
-    "srun --nodes=2-4 --ntasks-per-node 8 -l python {train}": (32, "srun --nodes 4 --ntasks-per-node 8"),
-    "srun -lN8 --ntasks-per-node=8 torchrun --standalone --nproc-per-node=4 {train}": (
-        *(4, "torchrun --nproc-per-node 4"),
-    ),
-    "srun torchrun --standalone --nproc-per-node=4 {train}": (
-        *(4, "SLURM_NNODES is not set: 1 node assumed x torchrun --nproc-per-node 4"),
-    ),
-    "#SBATCH --ntasks-per-node 8\n#SBATCH -N 2 # two\nsrun --nodes=1 python {train}": (
-        *(8, "srun --nodes 1 x #SBATCH --ntasks-per-node=8"),
-    ),
-    "#SBATCH --nodes=4\nsrun torchrun --nproc_per_node 8 {train}": (
-        32,
-        "#SBATCH --nodes=4 x torchrun --nproc-per-node 8",
-    ),
-    "#SBATCH --nodes=4\nexport WORLD_SIZE=32\nsrun python -u {train}": (32, "WORLD_SIZE=32"),
-    "#SBATCH -N4 --ntasks-per-node=8\nexport WORLD_SIZE=16\nsrun python {train}": (
-        *(32, "#SBATCH --nodes=4 --ntasks-per-node=8; WORLD_SIZE=16 differs"),
-    ),
-    "set -u\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node 8 {train}": (
-        *(8, "SLURM_NNODES is not set: 1 node assumed x torchrun --nproc-per-node 8"),
-    ),
-    "torchrun --nnodes ${SLURM_NNODES:-4} --nproc-per-node 8 {train}": (32, "torchrun --nnodes 4 --nproc-per-node 8"),
-    "#SBATCH --nodes=4\necho\n#SBATCH --nodes=8\nsrun -N $SLURM_NNODES python {train}": (
-        *(4, "srun --nodes 4, one task a node"),
-    ),
-    "PET_NNODES=2 PET_NPROC_PER_NODE=8 torchrun {train}": (16, "torchrun --nnodes 2 --nproc-per-node 8"),
-    "printf 'a slots=8\\nb slots=8\\n' > hosts; deepspeed --hostfile hosts {train}": (
-        *(16, "deepspeed with a hostfile of 2 hosts"),
-    ),
-    "mpirun -H a:8,b:8 -x A=1 --allow-run-as-root -mca pml ob1 python {train}": (16, "mpirun with 2 hosts"),
-    "#SBATCH -N 2 --gpus-per-node=4 --ntasks-per-gpu=1\nsrun python {train}": (
-        *(8, "#SBATCH --nodes=2 --gpus-per-node=4 --ntasks-per-gpu=1"),
-    ),
-    "#SBATCH --nodes=2\nsrun --gres=gpu:4 bash -c 'torchrun --nproc-per-node gpu {train}'": (
-        *(8, "#SBATCH --nodes=2 x torchrun --nproc-per-node gpu (srun --gres=gpu:4)"),
-    ),
-    "PYTHON=/opt/absent/bin/python3\n$PYTHON -m torch.distributed.run --nproc-per-node 2 {train}": (
-        *(2, "torchrun --nproc-per-node 2"),
-    ),
-    "srun bash <<'HERE'\npython {train}\nHERE": (1, "SLURM_NNODES is not set: 1 node assumed, one task a node"),
-    "salloc -N 2 --ntasks-per-node=8 srun python {train}": (16, "salloc --nodes=2 --ntasks-per-node=8"),
-    "python {train}": (None, ""),
-}
-
-
 @pytest.mark.parametrize("text", COUNTS)
 def test_number_of_ranks_and_its_source(text, start, tmp_path):
     command = text.replace("{train}", "pretrain_gpt.py --num-layers 2")
     (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{command}\n")
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8 # the last\n")
     launch = launch_of_script(tmp_path / "train.sh", [])
     assert launch.words == ["--num-layers", "2"]
     assert (launch.num_ranks, launch.ranks_from) == COUNTS[text]
@@ -251,6 +217,36 @@ def test_variables_of_slurm_are_set(start, tmp_path):
     assert all(found[f"OF_{name}"] for name in VARIABLES.split())
 
 
+def test_hosts_get_what_ssh_sends_and_no_exports(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_USER", "1")
+    (tmp_path / "train.sh").write_text(
+        "export OF_SCRIPT=1\n"
+        'ssh -q a "export SENT=$OF_SCRIPT EXPORTED=\\${OF_SCRIPT:-no}; torchrun --nproc-per-node 2 pretrain.py"\n'
+    )
+    found = launch_of_script(tmp_path / "train.sh", []).environment
+    assert found.items() >= {"SENT": "1", "EXPORTED": "no"}.items()
+    assert not {"OF_SCRIPT", "OF_USER"} & set(found)
+
+
+def test_trusted_scripts_run_nothing_of_other_hosts_here(start, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("ssh a 'rm -f x; torchrun --nproc-per-node 2 pretrain.py'\n")
+    with pytest.raises(UsageError, match="the command of ssh was not run: without isolation it would change"):
+        launch_of_script(script, [], trusted=True)
+
+
+def test_pbs_variables_are_set(start, tmp_path):
+    names = "PBS_JOBID PBS_O_WORKDIR PBS_JOBNAME PBS_QUEUE PBS_NUM_NODES PBS_NUM_PPN PBS_NP".split()
+    lines = [f'export OF_{name}="${name}"' for name in names] + ["export FILE=$(tr '\\n' ' ' < $PBS_NODEFILE)"]
+    script = tmp_path / "train.sh"
+    script.write_text("\n".join(["#PBS -N moe -q debug", "#PBS -l nodes=2:ppn=2", "set -u", *lines, "torchrun p.py"]))
+    found = launch_of_script(script, []).environment
+    values = ["1.server", str(tmp_path), "moe", "debug", "2", "2", "4"]
+    assert found.items() >= {f"OF_{name}": value for name, value in zip(names, values, strict=True)}.items()
+    assert found["FILE"] == "node1 node1 node2 node2 "
+    assert not [name for name in found if name.startswith("PBS_")]
+
+
 def test_files_of_flags_are_launches(start, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     launch = read_launch([str(SCRIPTS / "module_env_file.args"), "--seed", "9"])
@@ -262,15 +258,6 @@ def test_files_of_flags_are_launches(start, tmp_path, monkeypatch):
     (tmp_path / "two.args").write_text("--lr 1\n--data-path 'x\n--seed 1\n")
     with pytest.raises(UsageError, match=r"two.args, line 2: No closing quotation"):
         read_launch([str(tmp_path / "two.args")])
-
-
-FAILURES = {
-    "set -e\ngrep -q x /dev/null\ntorchrun pretrain.py": r"line 3 failed with status 1: grep -q x /dev/null\. expected",
-    "torchrun --nnodes 1 \\\n  --nproc-per-node 8\n--num-layers 4": r"line 4: --num-layers: command .* lacks a \\ at",
-    "set -u\necho $MY_NODES": r"line 3: MY_NODES: unbound variable\. Set it, .*: MY_NODES=VALUE lancet",
-    "my-launcher pretrain_gpt.py": r"line 2: my-launcher: command not found\. my-launcher is not on this machine",
-    "torchrun --nnodes $MY_NODES --nproc-per-node 8 pretrain_gpt.py": r"--nnodes expects a whole .* found 'nothing'",
-}
 
 
 @pytest.mark.parametrize("text", FAILURES)

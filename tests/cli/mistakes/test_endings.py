@@ -31,12 +31,15 @@ def test_list_of_arguments_is_printed_on_request(first, token_data, tmp_path):
     assert DUMP not in "".join(silent.outputs)
 
 
-def test_resumed_run_keeps_the_earlier_report(first, token_data):
+def test_resumed_run_says_its_plan_and_keeps_the_old_report(first, token_data):
     _, folder = first
     report = (folder / "report.json").read_text()
-    flags = [*EP2, *STOCK, "--load", folder / "checkpoints", "--lancet-report", folder]
+    flags = [*EP2, "--lancet-num-chunks", 2, "--load", folder / "checkpoints", "--lancet-report", folder]
     flags += ["--override-opt_param-scheduler"]
     run = pretrain(token_data, flags, folder, train_iters=4)
+    plan = "chunks=2 dim=batch range=stack dw=fill dw-window=4"
+    line = f"the checkpoint was saved under --lancet-plan off, and this run goes on under {plan}: the same weights"
+    assert run.outputs[0].count(f"Megatron-Lancet plan: {line}") == 1
     assert (folder / "earlier_1" / "report.json").read_text() == report
     assert (folder / "report.json").read_text() != report
     assert run.outputs[0].count(f"the report of an earlier run is now in {folder / 'earlier_1'}\n") == 1

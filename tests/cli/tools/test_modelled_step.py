@@ -95,6 +95,16 @@ def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
     assert sorted(products) == sorted([fc1, fc2] * 2 * 3)  # chunks; forward, dX and dW
 
 
+def test_modelled_step_of_latent_attention_leaves_out_what_needs_te(modelled):
+    """As DeepSeek-V3's scripts: head sizes of queries and values differ, and the flags ask for Transformer Engine."""
+    latent = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+    te = "--transformer-impl transformer_engine --recompute-granularity selective --recompute-modules mla_up_proj mlp"
+    fp8 = "--fp8-format e4m3 --fp8-recipe blockwise --moe-router-padding-for-fp8 --delay-wgrad-compute"
+    output = modelled(*f"{latent} --v-head-dim 16 {te} {fp8} --overlap-moe-expert-parallel-comm".split())
+    assert "outputs of mla_up_proj are kept: to recompute them takes Transformer Engine's layers" in output
+    assert all(count > 0 for count in rows_of(output, "kernels per layer")["plan"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

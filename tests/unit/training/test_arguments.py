@@ -267,7 +267,7 @@ def test_missing_eval_interval_is_refused(command_line):
 def test_missing_transformer_engine_is_refused(command_line, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
-    args = parsed(command_line, *model.split(), "--micro-batch-size", 1, world_size=1)
+    args = parsed(command_line, *model.split(), "--micro-batch-size", 1, "--lr", 1, "--train-iters", 1, world_size=1)
     with pytest.raises(UsageError, match=r"needs Transformer Engine, .*--transformer-impl local"):
         arguments.validate(args, LancetConfig())
 

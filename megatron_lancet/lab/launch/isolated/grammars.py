@@ -27,6 +27,19 @@ TORCHRUN = Grammar(
 DEEPSPEED = Grammar(
     _flags("no_python module no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log"), "m"
 )
+ACCELERATE = Grammar(
+    _flags(
+        "cpu multi_gpu tpu ipex use_xpu use_mps_device use_deepspeed use_fsdp use_megatron_lm use_parallelism_config",
+        "same_network tpu_use_cluster no_tpu_cluster tpu_use_sudo downcast_bf16 debug quiet module no_python",
+        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation enable_cpu_affinity",
+        "multi-gpu use-deepspeed use-fsdp use-megatron-lm same-network no-python enable-cpu-affinity",
+    ),
+    "mq",
+)
+SSH = Grammar(short_flags="46AaCfGgKkMNnqsTtVvXxYy")
+PDSH = Grammar(_flags("help version"), "hsqbdLSVk")
+QSUB = Grammar(short_flags="VIzhXfx")
+PBSDSH = Grammar(short_flags="osuv")
 DOCKER = Grammar(
     _flags("rm init privileged read-only interactive tty detach no-healthcheck publish-all oom-kill-disable quiet"),
     "itdPq",

@@ -11,10 +11,10 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megatron_lancet.lab.launch.isolated import grammars, slurm
+from megatron_lancet.lab.launch.isolated import grammars, pbs, remote, slurm
 from megatron_lancet.lab.launch.isolated.options import Grammar, Options, split
 
 LAUNCHED_BY = "LANCET_LAUNCHED_BY"
@@ -22,6 +22,11 @@ LAUNCHED_BY = "LANCET_LAUNCHED_BY"
 STAND_INS = "LANCET_STAND_INS"
 """Variable with the folder of the stand-ins."""
 
+_ON_HOSTS = (
+    *("PATH", "PYTHONPATH", "TMPDIR", "BASH_ENV", "LANCET_BASH_ENV", "LANCET_LAUNCH_RECORD"),
+    *(STAND_INS, LAUNCHED_BY, slurm.FACTS),
+)
+"""Variables of the stand-ins, which the commands on other hosts need as well."""
 _SHELLS = ("bash", "sh")
 _NO_COMMANDS = ("true", "false", "yes", "no", "none", "all", "test", "user")
 """Words that are commands, and more often values of options."""
@@ -39,8 +44,8 @@ class Launcher:
         is_given: whether somebody sets the tasks, or they are its default.
         nodes: on which it starts them.
         nodes_from: for the user: who sets the nodes.
-        hosts: of its hostfile; 0 without one.
-        slots: of all these hosts.
+        hosts: of its hostfile, with their slots; empty without one.
+        missing: a file that it reads and that is not on this machine.
     """
 
     name: str
@@ -49,19 +54,19 @@ class Launcher:
     is_given: bool = True
     nodes: int | None = None
     nodes_from: str = ""
-    hosts: int = 0
-    slots: int = 0
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    missing: str = ""
 
 
 def read_launchers(text: str) -> list[Launcher]:
     """Reads the text of :data:`LAUNCHED_BY`.
 
     Raises:
-        ValueError, TypeError: the script has changed it.
+        ValueError, TypeError, AttributeError: the script has changed it.
     """
     found = [Launcher(**one) for one in json.loads(text or "[]")]
     for one in found:
-        if not all(isinstance(number, int) for number in (one.tasks or 0, one.nodes or 0, one.hosts, one.slots)):
+        if not all(isinstance(number, int) for number in (one.tasks or 0, one.nodes or 0, *one.hosts.values())):
             raise ValueError(f"no numbers in {text}")
     return found
 
@@ -108,6 +113,38 @@ def _sbatch(name: str, words: Sequence[str]) -> list[str]:
     os.environ.update({**job.assumed_in(text), **job.given, slurm.FACTS: slurm.written_facts(job.facts)})
     _export(options.get("export", ""))
     return command
+
+
+def _qsub(name: str, words: Sequence[str]) -> list[str]:
+    """Starts a PBS job: its script, or the standard input."""
+    options, rest = split(words, grammars.QSUB, _is_command)
+    text = _text(Path(rest[0])) if rest else sys.stdin.read()
+    job = pbs.job_of(text, {}, str(Path.cwd()), name, options)
+    if job is not None:
+        os.environ.pop(pbs.NODEFILE, None)
+        os.environ.update({**job.variables, slurm.FACTS: slurm.written_facts(job.facts)})
+        os.environ.update(pbs.node_file(os.environ, Path(os.environ["TMPDIR"])))
+    _export(options.get("v", [""])[-1])
+    return ["bash", *rest[:1]] if rest else ["bash", "-c", text, "pbs_script"]
+
+
+def _pbsdsh(name: str, words: Sequence[str]) -> list[str]:
+    """Runs a command on each host of the job; without ``-u`` on each of its slots."""
+    options, rest = split(words, grammars.PBSDSH, _is_command)
+    facts, hosts = slurm.read_facts(os.environ), pbs.hosts_of(os.environ)
+    fact = facts.get(slurm.NODES if "u" in options else slurm.TASKS)
+    tasks = len(hosts) if "u" in options else sum(hosts.values())
+    source = f"{fact.source if fact else pbs.NODEFILE} x {name}"
+    _note(Launcher(name, tasks or None, source, nodes=len(hosts) or None, nodes_from=source))
+    return rest
+
+
+def _ssh(_name: str, words: Sequence[str]) -> list[str]:
+    return remote.ssh(words, _ON_HOSTS, Path(os.environ[STAND_INS]))
+
+
+def _pdsh(_name: str, words: Sequence[str]) -> list[str]:
+    return remote.pdsh(words, _ON_HOSTS, Path(os.environ[STAND_INS]))
 
 
 def _export(names: str) -> None:
@@ -164,7 +201,8 @@ def _enroot(name: str, words: Sequence[str]) -> list[str]:
 
 def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     options, rest = split(words, grammars.MPI, _is_command)
-    hosts, slots = _hosts(options, ("hostfile", "machinefile", "f", "default-hostfile"))
+    hosts = _hosts(options, ("hostfile", "machinefile", "f", "default-hostfile"))
+    of_job = pbs.hosts_of(os.environ) if not hosts else {}
     named = ",".join((*options.get("H", []), *options.get("host", []))).split(",")
     named = [item for item in named if item]
     found = next(((key, values[-1]) for key, values in options.items() if key in ("np", "n", "c")), None)
@@ -172,10 +210,15 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     tasks, source = (slurm.leading(found[1]), f"{name} -{found[0]} {found[1]}") if found else (None, "")
     if tasks is None and hosts:
         each = slurm.leading(of_node)
-        tasks, source = (hosts * each if each else slots), f"{name}'s hostfile of {hosts} hosts"
+        tasks, source = _on(hosts, each), f"{name}'s hostfile of {len(hosts)} hosts"
     elif tasks is None and named:
         tasks = sum(slurm.leading(item.partition(":")[2]) or 1 for item in named)
         source = f"{name} with {len(named)} hosts"
+    elif tasks is None and of_job:
+        each = slurm.leading(of_node)
+        fact = slurm.read_facts(os.environ).get(slurm.NODES if each else slurm.TASKS)
+        tasks = _on(of_job, each)
+        source = slurm.joined(fact.source if fact else pbs.NODEFILE, f"{name} --ppn {each}" if each else name)
     _note(Launcher(name, tasks, source, nodes=tasks, nodes_from=source))
     _set(options.get("x", []))
     if tasks is not None:
@@ -185,19 +228,53 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     return rest[: rest.index(":")] if ":" in rest else rest
 
 
+def _on(hosts: Mapping[str, int], each: int | None) -> int:
+    """Returns the tasks on hosts: so many on each, else one a slot."""
+    return len(hosts) * each if each else sum(hosts.values())
+
+
 def _deepspeed(name: str, words: Sequence[str]) -> list[str]:
     options, _ = split(words, grammars.DEEPSPEED, _is_command)
-    hosts, slots = _hosts(options, ("hostfile", "H"))
-    _note(Launcher(name, hosts=hosts, slots=slots))
+    files = ("hostfile", "H")
+    _note(Launcher(name, hosts=_hosts(options, files), missing=_missing(options, files)))
     return ["python", "-m", "deepspeed.launcher.runner", *words]
 
 
-def _hosts(options: Options, names: Sequence[str]) -> tuple[int, int]:
-    """Returns the hosts and slots of a hostfile; zeros without one."""
+def _accelerate(name: str, words: Sequence[str]) -> list[str]:
+    if list(words[:1]) != ["launch"]:
+        return []
+    options, _ = split(words[1:], grammars.ACCELERATE, _is_command)
+    files = ("config_file", "config-file")
+    lines = _lines([values[-1] for key, values in options.items() if key in files])
+    settings = {key: value for line in lines for key, value in re.findall(r"^(num_\w+):\s*[\"']?(\d+)", line)}
+    processes, machines = (slurm.leading(settings.get(key, "")) for key in ("num_processes", "num_machines"))
+    source = f"num_processes: {processes} in accelerate's --config_file" if processes else ""
+    _note(Launcher(name, processes, source, nodes=machines, missing=_missing(options, files)))
+    return ["python", "-m", "accelerate.commands.launch", *words[1:]]
+
+
+def _hosts(options: Options, names: Sequence[str]) -> dict[str, int]:
+    """Returns the hosts of a launcher's hostfile, with their slots; nothing without one."""
     files = [values[-1] for name, values in options.items() if name in names]
-    lines = [line.partition("#")[0].strip() for line in _lines(files)]
-    slots = [re.search(r"(?:slots=|:)(\d+)", line) for line in lines if line]
-    return len(slots), sum(int(found[1]) if found else 1 for found in slots)
+    return {host: slots for file in files for host, slots in hosts_in(Path(file)).items()}
+
+
+def hosts_in(file: Path) -> dict[str, int]:
+    """Returns the hosts of a file, with their slots: lines ``host slots=8`` or ``host:8``, or a line for each slot."""
+    hosts: dict[str, int] = {}
+    for line in _lines([str(file)]):
+        words = line.partition("#")[0].split()
+        if words:
+            slots = re.search(r"(?:slots=|:)(\d+)", line)
+            host = words[0].partition(":")[0]
+            hosts[host] = hosts.get(host, 0) + (int(slots[1]) if slots else 1)
+    return hosts
+
+
+def _missing(options: Options, names: Sequence[str]) -> str:
+    """Returns the named file that is not on this machine; empty if there is none."""
+    files = [values[-1] for name, values in options.items() if name in names]
+    return next((file for file in files if not Path(file).is_file()), "")
 
 
 def _prefix(name: str, words: Sequence[str]) -> list[str]:
@@ -230,6 +307,7 @@ def _scontrol(_name: str, words: Sequence[str]) -> list[str]:
 
 _STARTS: Mapping[str, Callable[[str, Sequence[str]], list[str]]] = {
     **{"srun": _srun, "sbatch": _sbatch, "salloc": _sbatch, "scontrol": _scontrol, "deepspeed": _deepspeed},
+    **{"accelerate": _accelerate, "qsub": _qsub, "pbsdsh": _pbsdsh, "ssh": _ssh, "pdsh": _pdsh},
     **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "prterun"), _mpirun),
     **dict.fromkeys(("docker", "podman", "nvidia-docker", "nerdctl"), _docker),
     **dict.fromkeys(("singularity", "apptainer"), _singularity),

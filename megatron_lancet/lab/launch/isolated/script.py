@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.launch.isolated import sandbox
+from megatron_lancet.lab.launch.isolated import pbs, remote, sandbox
 from megatron_lancet.lab.launch.isolated.launchers import STAND_INS, Launcher, read_launchers
 from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD, START, write_stand_ins
 
@@ -94,7 +94,11 @@ def run_script(script: Path, arguments: Sequence[str], defaults: Mapping[str, st
         stubs.mkdir()
         scratch.mkdir()
         write_stand_ins(stubs, bash, script.read_text(errors="replace"), scratch, may_write=isolated)
+        job = stubs / remote.FILES
+        job.mkdir()
+        (job / remote.ENVIRONMENT).write_text(json.dumps(dict(os.environ)))
         environment = {**defaults, **os.environ, **_variables(stubs, scratch, isolated)}
+        environment |= pbs.node_file(environment, job)
         command = [bash, str(script.absolute()), *arguments]
         if isolated:
             text, output = _run_isolated(command, environment, scratch, record)
@@ -179,5 +183,5 @@ def _started(line: str, script: Path) -> Started:
     try:
         found: dict[str, Any] = json.loads(line)
         return Started(list(found["words"]), dict(found["environment"]), read_launchers(found["launched_by"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{script} wrote to the record of its launches ({RECORD}). Remove that write.") from error

@@ -20,13 +20,14 @@ START = "start.bash"
 """Name of the file that every bash reads first."""
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 DEEPSPEED_MODULES = ("deepspeed", "deepspeed.launcher.runner")
-LAUNCHER_MODULES = (*TORCHRUN_MODULES, *DEEPSPEED_MODULES)
+ACCELERATE_MODULES = ("accelerate.commands.launch",)
+LAUNCHER_MODULES = (*TORCHRUN_MODULES, *DEEPSPEED_MODULES, *ACCELERATE_MODULES)
 LAUNCHER_FILES = ("torchrun", "ft_launcher", "deepspeed")
 
 _TORCHRUNS = ("torchrun", "ft_launcher")
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)))
 _WITHOUT_EFFECT = (
-    *("rm", "mv", "cp", "ln", "chown", "wget", "curl", "git", "ssh", "scp", "rsync", "pip", "pip3", "ssh-keygen"),
+    *("rm", "mv", "cp", "ln", "chown", "wget", "curl", "git", "scp", "rsync", "pip", "pip3", "ssh-keygen"),
     *("module", "scancel", "squeue", "sacct", "sinfo", "pkill", "killall", "kill", "sleep", "apt", "apt-get", "ray"),
 )
 _MAKES_FILES = ("mkdir", "touch", "chmod")
@@ -118,6 +119,9 @@ _TEE_STUB = """#!/bin/sh
 exec cat
 """
 _NOTHING = "#!/bin/sh\n"
+_NOT_HERE = """#!/bin/sh
+echo "the command of {name} was not run: without isolation it would change this machine" >&2
+"""
 _ATTEMPT = """#!/bin/sh
 {command} "$@" 2>/dev/null
 exit 0
@@ -152,6 +156,7 @@ def write_stand_ins(folder: Path, bash: str, script: str, scratch: Path, may_wri
         **dict.fromkeys(_PYTHONS, _PYTHON_STUB.format(folder=folder, python=sys.executable)),
         **{name: launcher(name) for name in launchers.NAMES},
         **{name: _ATTEMPT.format(command=f"/bin/{name}") if may_write else _NOTHING for name in _MAKES_FILES},
+        **({} if may_write else {name: _NOT_HERE.format(name=name) for name in ("ssh", "pdsh")}),
         **({} if may_write else {"mktemp": _MKTEMP_STUB, "chmod": _OWN_FILES_STUB.format(scratch=scratch)}),
         **dict.fromkeys(("sh", "bash"), _SHELL_STUB.format(bash=bash)),
         "tee": _TEE_STUB,
