@@ -5,48 +5,6 @@ from typing import Any, cast
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.overlap import Overlap
-from megatron_lancet.model.linear import DeferredColumnParallelLinear, DeferredRowParallelLinear
-from megatron_lancet.model.routing.router import ChunkedTopKRouter
-
-_MODULE_TYPES = {
-    "column": (
-        DeferredColumnParallelLinear.__name__,
-        "TEColumnParallelLinearPerChunk",
-        "TELayerNormColumnParallelLinearPerChunk",
-        "TELMHeadColumnParallelLinearPerChunk",
-        "TEColumnParallelGroupedLinearPerChunk",
-        "TEDotProductAttentionPerChunk",  # for attention sinks only
-    ),
-    "row": (
-        DeferredRowParallelLinear.__name__,
-        "TERowParallelLinearPerChunk",
-        "TERowParallelGroupedLinearPerChunk",
-    ),
-    "replicated": (ChunkedTopKRouter.__name__, "TELinearPerChunk"),
-}
-"""How the weights of the plan's classes are spread over tensor-parallel ranks, in Bridge's words. Transformer Engine's
-classes are made when a model needs them, so they have names only."""
-
-
-def register_module_types() -> None:
-    """Tells Bridge's conversion to Hugging Face how weights of a model that runs a plan are spread over ranks.
-
-    Bridge asks for it by the names of classes. Call it before an export; :func:`enable` does.
-
-    Raises:
-        UsageError: Bridge is not installed.
-    """
-    try:
-        from megatron.bridge.models.conversion.param_mapping import AutoMapping
-    except ImportError as error:
-        raise _no_bridge(error) from error
-    for kind, names in _MODULE_TYPES.items():
-        for name in names:
-            AutoMapping.register_module_type(name, kind)
-
-
-def _no_bridge(error: ImportError) -> UsageError:
-    return UsageError(f"expected Megatron-Bridge, found none ({error}). Install megatron-bridge.")
 
 
 def enable(config: Any, **settings: Any) -> list[Any]:
@@ -71,8 +29,7 @@ def enable(config: Any, **settings: Any) -> list[Any]:
     try:
         from megatron.bridge.training.callbacks import Callback
     except ImportError as error:
-        raise _no_bridge(error) from error
-    register_module_types()
+        raise UsageError(f"expected Megatron-Bridge, found none ({error}). Install megatron-bridge.") from error
     data = config.dataset
     known = {
         "micro_batch_size": config.train.micro_batch_size,

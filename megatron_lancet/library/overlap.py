@@ -1,5 +1,6 @@
 """The overlap as a hook for any program that builds a Megatron-Core model and trains it with Megatron's schedules."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -14,6 +15,7 @@ from megatron_lancet.library.changing_shapes import ChangingShapes
 from megatron_lancet.library.models import has_experts, language_model_of, refuse_foreign_parts
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.model.gpt import LanguageModel
+from megatron_lancet.module_types import register_module_types
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
@@ -126,6 +128,8 @@ class Overlap:
         if run.setup.delays_weight_grads:
             self._stack.enter_context(patches.late_weight_grads(self._is_ours))
         run.setup(models)
+        if "megatron.bridge" in sys.modules:  # it may export the model, for a server or at the end
+            register_module_types(models)
         return stages
 
     def install(self) -> Self:

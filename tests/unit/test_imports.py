@@ -47,7 +47,8 @@ ALLOWED = {
     },
     "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training", "checkpoint"},
     "testkit": {"registry", "schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
-    "library": {"config", "feature", "model", "registry", "training"},
+    "module_types": set(),
+    "library": {"module_types", "config", "feature", "model", "registry", "training"},
     "lab": {
         "dry_run_flags",
         "schedule",
@@ -65,7 +66,7 @@ ALLOWED = {
         "registry",
     },
 }
-ALLOWED["features"] = {*ALLOWED["training"], "training", "checkpoint"} - {"registry"}
+ALLOWED["features"] = {*ALLOWED["training"], "training", "checkpoint", "module_types"} - {"registry"}
 FEATURES = "features"
 """No part imports these: ``registry.py`` names them, and a feature imports its own folder only."""
 

@@ -10,6 +10,7 @@ import torch
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.hugging_face.flags import FROM
 from megatron_lancet.features.hugging_face.source import Source
+from megatron_lancet.module_types import register_module_types
 from megatron_lancet.runtime.collectives import from_all_ranks
 
 _NO_WEIGHTS = ("rotary_emb.inv_freq", "_scale_inv")
@@ -48,20 +49,10 @@ def stream(source: Source, stages: Sequence[torch.nn.Module]) -> Iterator[tuple[
 
 def _prepared(stages: Sequence[torch.nn.Module]) -> list[Any]:
     """Tells Bridge the kinds of the model's classes, and whether its embeddings are tied."""
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
-
     models: list[Any] = list(stages)
-    known = {name: kind for kind, names in AutoMapping._MODULE_TYPE_REGISTRY.items() for name in names}
     for model in models:
         model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
-        for module in model.modules():
-            # Layers that defer weight gradients or run per chunk are subclasses of Megatron's.
-            names = [base.__name__ for base in type(module).__mro__]
-            kind = next((known[name] for name in names if name in known), None)
-            if kind is None and "TELinear" in names:  # only its instances know
-                kind = {"column": "column", "row": "row"}.get(module.parallel_mode, "replicated")
-            if kind is not None:
-                AutoMapping.register_module_type(type(module).__name__, kind)
+    register_module_types(models)
     return models
 
 

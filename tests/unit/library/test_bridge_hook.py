@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.library.bridge import enable, register_module_types
+from megatron_lancet.library.bridge import enable
+from megatron_lancet.module_types import register_module_types
 
 SETTINGS = {"num_chunks": 1}
 
@@ -20,7 +21,8 @@ class Callback:
 class AutoMapping:
     """Stands in for Bridge's."""
 
-    types: ClassVar[dict[str, str]] = {}
+    types: ClassVar[dict[str, str]] = {"ColumnParallelLinear": "column"}
+    _MODULE_TYPE_REGISTRY: ClassVar[dict[str, set[str]]] = {"column": {"ColumnParallelLinear"}}
 
     @classmethod
     def register_module_type(cls, name, kind):
@@ -77,14 +79,20 @@ def test_training_of_another_model_is_refused():
 
 @pytest.mark.usefixtures("bridge")
 def test_bridge_learns_the_classes_of_a_plan():
-    register_module_types()
-    assert AutoMapping.types["DeferredColumnParallelLinear"] == "column"
-    assert AutoMapping.types["TERowParallelGroupedLinearPerChunk"] == "row"
-    assert AutoMapping.types["ChunkedTopKRouter"] == "replicated"
+    class ColumnParallelLinear(torch.nn.Module):
+        """Of Megatron's."""
+
+    class Deferred(ColumnParallelLinear):
+        """Of a plan's."""
+
+    class TELinear(torch.nn.Module):
+        parallel_mode = "row"
+
+    register_module_types([torch.nn.Sequential(Deferred(), TELinear(), torch.nn.ReLU())])
+    assert AutoMapping.types == {"ColumnParallelLinear": "column", "Deferred": "column", "TELinear": "row"}
 
 
-@pytest.mark.parametrize("use", [register_module_types, lambda: enable(configuration())])
-def test_missing_bridge_is_named(use, monkeypatch):
+def test_missing_bridge_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(UsageError, match=r"expected Megatron-Bridge, found none .*Install megatron-bridge"):
-        use()
+        enable(configuration())
