@@ -95,7 +95,7 @@ def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
     assert sorted(products) == sorted([fc1, fc2] * 2 * 3)  # chunks; forward, dX and dW
 
 
-def test_modelled_step_of_latent_attention_leaves_out_what_needs_te(modelled):
+def test_modelled_step_of_latent_attention_needs_no_te(modelled):
     """As DeepSeek-V3's scripts: head sizes of queries and values differ, and the flags ask for Transformer Engine."""
     latent = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
     te = "--transformer-impl transformer_engine --recompute-granularity selective --recompute-modules mla_up_proj mlp"
