@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "demo_steps.png"
 PAGE = REPOSITORY / "docs" / "performance.md"
-_COLUMNS = 118
 
 
 def record(summary: Path, results: Path = RESULTS, picture: Path = PICTURE) -> Path:
@@ -70,7 +68,7 @@ def sentence(result: Mapping[str, Any]) -> str:
     where = described({**result, "versions": {}, "settings": {}})  # the file has them
     samples = f"[samples](../benchmarks/results/{_name(result)})"
     quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
-    return textwrap.indent(textwrap.fill(quote, _COLUMNS, break_on_hyphens=False), "> ")
+    return f"> {quote}"
 
 
 def with_figures(text: str, result: Mapping[str, Any]) -> str:

@@ -302,18 +302,17 @@ def experts() -> str:
 
 
 def weight_grad() -> str:
-    """Ratios to a GEMM and an addition for each chunk."""
+    """Ratios to a GEMM and an addition for each chunk, over all shapes."""
     columns = {
         "separate addmm_": "per chunk: `addmm_`",
         "joined cat, matmul+add_": "joined: cat, matmul, `add_`",
         "joined cat, addmm_": "joined: cat, `addmm_`",
     }
-    lines = [["rows of a chunk, inputs x outputs", *columns.values()]]
-    for entry in result("weight-grad")["cases"]:
-        case, found = entry["case"], entry["results"]
-        ratios = [f"{found[name]['median_ratio']:.2f}" if name in found else "types differ" for name in columns]
-        dtype = "" if case["dtype"] == "float32" else ", bf16"
-        lines.append([f"{case['rows']}, {case['inputs']} x {case['outputs']}{dtype}", *ratios])
+    cases = [entry["results"] for entry in result("weight-grad")["cases"]]
+    lines = [["way", "shapes", "faster by a factor of"]]
+    for name, words in columns.items():
+        ratios = [found[name]["median_ratio"] for found in cases if name in found]
+        lines.append([words, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}"])
     return sourced(markdown(lines), "weight-grad")
 
 
