@@ -59,7 +59,7 @@ class Case:
     ranks: list[list[int]]
     gradients: bool = False
     num_ranks: int = 2
-    plan: str = "stock modules"
+    plan: str = "off: stock Megatron modules"
     is_placed: bool = False
     te: bool = False
 
