@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training.arguments import add_megatron_arguments
 from torch.nn.functional import silu
@@ -36,16 +35,6 @@ _OF_TRAINING = (
     *("moe_router_bias_update_rate", "moe_router_dtype", "moe_token_dispatcher_type", "mtp_loss_scaling_factor"),
 )
 """Fields of a training, which a user may choose."""
-_YARN = {
-    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow",
-    "mscale": "yarn_mscale",
-    "mscale_all_dim": "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
-}
-"""Fields of positions by YaRN, by argument."""
 
 
 def model_arguments(source: Source) -> dict[str, Any]:
@@ -67,14 +56,11 @@ def model_arguments(source: Source) -> dict[str, Any]:
         "rotary_base": int(provider.rotary_base),
         "rotary_percent": provider.rotary_percent,
         "use_rope_scaling": False,
-        "swiglu": provider.activation_func is silu,
-        "quick_geglu": provider.activation_func is quick_gelu,
+        "swiglu": True,
+        "quick_geglu": False,
     }
     if provider.multi_latent_attention:
         return found | {name: getattr(provider, name) for name in _OF_LATENT_ATTENTION}
-    if provider.position_embedding_type == "yarn":
-        given = {name: getattr(provider, field) for name, field in _YARN.items()}
-        found |= {name: value for name, value in given.items() if value is not None}
     return found | {"group_query_attention": True, "num_query_groups": provider.num_query_groups}
 
 
@@ -91,12 +77,13 @@ def _check_layers(source: Source) -> None:
     plain = getattr(spec, "func", spec) in (default_layer_spec, get_gpt_decoder_block_spec)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    gated = provider.gated_linear_unit and provider.activation_func in (silu, quick_gelu)
+    latent = provider.multi_latent_attention
     problems = {
         "has layers of its own": type(provider) not in (GPTModelProvider, MLAModelProvider) or not plain,
-        f"has positions of kind {rope}": rope not in ("default", "yarn"),
-        "has attention within a window": window is not None and provider.window_size is None,
-        "has another activation than swiglu and quick_geglu": not gated,
+        f"has positions of kind {rope}": rope not in (("default", "yarn") if latent else ("default",)),
+        "has attention within a window": window is not None or provider.window_size is not None,
+        f"has {provider.softmax_type} softmax": provider.softmax_type != "vanilla",
+        "has another activation than SwiGLU": not provider.gated_linear_unit or provider.activation_func is not silu,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -152,9 +139,6 @@ def _differences(provider: Any, config: Any) -> Iterator[str]:
     for name in (*_SAME, *latent, "num_moe_experts", "gated_linear_unit", "activation_func"):
         if getattr(config, name, None) != getattr(provider, name):
             yield name
-    if provider.position_embedding_type == "yarn" and not provider.multi_latent_attention:
-        given = [name for name in _YARN.values() if getattr(provider, name) is not None]
-        yield from (name for name in given if getattr(config, name) != getattr(provider, name))
 
 
 def _flag_of(name: str) -> str:

@@ -44,13 +44,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+YARN = {  # as in the released model, for another context
+    **{"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+}
 ALL_SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": True, "num_experts": 8}
 FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**HEADS, **SIZES, **ALL_SPARSE, "rope_theta": 1e6}),
-    "deepseek_v3": (transformers.DeepseekV3Config, {**SIZES, **ROUTED, **LATENT}),
+    "deepseek_v3": (transformers.DeepseekV3Config, {**SIZES, **ROUTED, **LATENT, "rope_scaling": YARN}),
     "glm4_moe": (transformers.Glm4MoeConfig, {**HEADS, **SIZES, **ROUTED, "use_qk_norm": True}),
     "mixtral": (transformers.MixtralConfig, {**HEADS, "intermediate_size": 32, "num_local_experts": 8}),
-    "llama": (transformers.LlamaConfig, {**HEADS, "intermediate_size": 128}),
 }
 
 

@@ -59,7 +59,7 @@ class Case:
     ranks: list[list[int]]
     gradients: bool = False
     num_ranks: int = 2
-    plan: str = "stock modules"
+    plan: str = "off: stock Megatron modules"
     is_placed: bool = False
     te: bool = False
 
@@ -269,7 +269,7 @@ LAST = "model.layers.3.mlp.experts.7"
             [],
             f"the model has no place for its weights {LAST}.bias, because Megatron-Bridge describes Qwen3Moe",
         ),
-        (lambda weights: None, ["--vocab-size", "300"], "expected a tokenizer of at most 256 tokens, found 301"),
+        (lambda weights: None, ["--vocab-size", "300"], "expected a tokenizer of at most 256 tokens, found 300"),
     ],
     ids=["missing", "unknown", "tokenizer"],
 )

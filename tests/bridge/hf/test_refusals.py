@@ -98,6 +98,10 @@ def test_contradiction_is_refused(monkeypatch, qwen3, words, message):
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "Bridge does not know its model. Take one of "),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Bridge does not know its model. Take one of "),
         ({"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}, "OlmoeForCausalLM has layers of its own"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+            "GptOssForCausalLM has positions of kind yarn",
+        ),
         ({"use_sliding_window": True, "sliding_window": 16}, "has attention within a window"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has positions of kind linear"),
     ],
