@@ -74,7 +74,7 @@ def test_simpler_plans_come_first():
     assert len(set(keys)) == len(keys)
 
 
-def test_search_lists_the_kind_of_its_choice_first_and_the_same_each_time():
+def test_search_lists_the_kind_of_its_choice_first_each_time():
     profile = synthetic_profile(Machine())
     first, second = make_plan(profile, SMALL), make_plan(profile, SMALL)
     assert first.finalists == second.finalists
