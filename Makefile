@@ -1,6 +1,6 @@
-# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-bridge | test-gpu | check-gpu | lint | wheel: each sets
-# up everything it needs in .venv first, once; later calls start at once and work offline. PYTHON=/path/to/python picks
-# the interpreter, VENV=folder the environment.
+# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-bridge | test-megatron | test-gpu | check-gpu | lint |
+# wheel: each sets up everything it needs in .venv first, once; later calls start at once and work offline.
+# PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
 STAMP := $(VENV)/.installed
@@ -22,6 +22,10 @@ NIGHTLY := runs/nightly
 # The oldest torch that setup.py takes, and the newest that CI tests; constraints.txt pins one between them, for all else.
 TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
+# The oldest Megatron-Core in which other launchers can use the overlap.
+MEGATRON_OLDEST := 0.18.2
+MEGATRON_ENV := $(VENV)/megatron-$(MEGATRON_OLDEST)
+MEGATRON_TESTS := tests/parity/library tests/parity/launchers
 # Each has an environment of its own beside the pinned one, and Megatron's extensions that torch compiles for it.
 TORCH_ENV := $(VENV)-torch-
 # The quick tests but those of code without torch and of the repository, and those of the GPU code but the virtual GPU's
@@ -31,7 +35,7 @@ TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/u
 	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
-.PHONY: demo test test-quick test-nightly test-torch test-bridge test-gpu check-gpu lint wheel bench-network bench-auto bench-bridge bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-torch test-bridge test-megatron test-gpu check-gpu lint wheel bench-network bench-auto bench-bridge bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -44,6 +48,7 @@ help:
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-bridge     training in Megatron-Bridge's own loop, stock and ours; Bridge has an environment of its own"
+	@echo "make test-megatron   the overlap in other launchers' loops on Megatron-Core $(MEGATRON_OLDEST)"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"
 	@echo "                 network and make: python3 tools/check_gpu.py (docs/gpus.md)"
@@ -91,6 +96,14 @@ test-bridge: $(VENV)/bridge/.installed
 $(VENV)/bridge/.installed: $(STAMP) requirements-bridge.txt
 	@rm -rf $(VENV)/bridge
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/bridge -r requirements-bridge.txt
+	@touch $@
+
+# The environment's packages behind another Megatron-Core.
+test-megatron: $(MEGATRON_ENV)/.installed
+	@$(MEGATRON_ENV)/bin/python -m pytest $(or $(PYTEST_ARGS),-n 2 --dist loadfile $(MEGATRON_TESTS))
+
+$(MEGATRON_ENV)/.installed: $(STAMP) tools/setup_megatron.sh
+	@sh tools/setup_megatron.sh "$(VENV)" "$(MEGATRON_ENV)" "$(MEGATRON_OLDEST)"
 	@touch $@
 
 test-gpu: $(STAMP)

@@ -63,6 +63,11 @@ _COMMANDS: dict[str, str] = {
 }
 """Commands that flags run in place of a training."""
 
+_EXPORTERS: tuple[str, ...] = (
+    "megatron_lancet.features.hugging_face.export:Export",  # a line of its own, as each feature has
+)
+"""Writes checkpoints in another format; empty where none does."""
+
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
     "megatron_lancet.features.dedup.order:DEDUP",
@@ -125,6 +130,19 @@ def command(flag: str) -> Callable[[], None]:
         raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
     run: Callable[[], None] = load(_COMMANDS[flag])
     return run
+
+
+def exporter() -> Any:
+    """The class that writes a model as a Hugging Face folder.
+
+    Raises:
+        UsageError: the installation does not have it.
+    """
+    if not _EXPORTERS:
+        raise UsageError(
+            "this installation of Megatron-Lancet writes no Hugging Face folders. Install the full package."
+        )
+    return load(_EXPORTERS[0])
 
 
 def load(name: str) -> Any:

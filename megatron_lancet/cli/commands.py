@@ -45,6 +45,7 @@ GROUPS = {
         Command("data tokenizer", "train_tokenizer", "", "trains a SentencePiece tokenizer"),
         Command("data encode", "preprocess_data", "", "encodes a corpus into a data set of tokens"),
         Command("evaluate", "evaluate", "--load DIR", "perplexity of a checkpoint"),
+        Command("export-hf", "export_hf", "--load DIR", "a checkpoint as a Hugging Face folder"),
         Command("generate", "generate", "--load DIR", "text from a checkpoint"),
     ),
 }

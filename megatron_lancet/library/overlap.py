@@ -14,13 +14,12 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.library.changing_shapes import ChangingShapes
 from megatron_lancet.library.models import has_experts, language_model_of, refuse_foreign_parts
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
+from megatron_lancet.library.versions import check_megatron
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.module_types import register_module_types
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
-from megatron_lancet.training.megatron.seams import check_seams
-from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import OverlappedRun, choose_run
 
@@ -76,8 +75,7 @@ class Overlap:
         Raises:
             UsageError: a setting is unknown or wrong, or the installed Megatron is of another version.
         """
-        check_versions()
-        check_seams()
+        check_megatron()
         self.line = ""
         if (micro_batch_size is None) != (seq_length is None):
             raise UsageError("expected micro_batch_size and seq_length, or neither of them, found one.")

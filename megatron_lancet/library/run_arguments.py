@@ -21,6 +21,9 @@ _NO_END = 1 << 40
 _RENAMED = {"num_experts": "num_moe_experts"}
 """Arguments that are fields of Megatron's configuration by another name."""
 
+_NOT_IN_0_18 = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
+"""Arguments that megatron-core 0.18 does not have."""
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -105,7 +108,12 @@ def run_arguments(
     on_ddp = {entry.name: getattr(ddp_config, entry.name) for entry in dataclasses.fields(ddp_config)}
     renamed = {"bucket_size": "ddp_bucket_size", "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32"}
     on_ddp |= {name: on_ddp[field] for field, name in renamed.items()}
-    for name, value in {**on_ddp, **values, **_of_run(model, shape, timeout_minutes)}.items():
+    for name, value in {
+        **dict.fromkeys(_NOT_IN_0_18),
+        **on_ddp,
+        **values,
+        **_of_run(model, shape, timeout_minutes),
+    }.items():
         setattr(args, name, value)
     return args
 

@@ -220,7 +220,7 @@ def can_defer(module: torch.nn.Module) -> bool:
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
     linear, weight = cast(Any, module), cast(Any, module).weight
-    if weight is None or not weight.requires_grad or weight._backward_hooks or linear.gtp_remat_size > 1:
+    if weight is None or not weight.requires_grad or weight._backward_hooks or getattr(linear, "gtp_remat_size", 1) > 1:
         return False
     # Tensor parallelism without sequence parallelism sums the input's gradient inside; Megatron trains no MoE so.
     return bool(linear.explicit_expert_comm) or not getattr(linear, "allreduce_dgrad", False)

@@ -53,16 +53,15 @@ class PackedMicroBatch:
         if config.sequence_parallel:
             num_ranks *= config.tensor_model_parallel_size
         num_tokens = hidden.size(0) * hidden.size(1) * num_ranks
-        length: int = params.tokens_per_sample or num_tokens // hidden.size(1)
+        own_length: int | None = getattr(params, "tokens_per_sample", None)  # megatron-core 0.18 has no such field
+        length = own_length or num_tokens // hidden.size(1)
         is_flat = hidden.size(1) == 1 and length < num_tokens
         if is_flat and num_ranks > 1:
             raise UsageError(
                 "the overlapping layers got the samples of a packed micro-batch end to end, [B * S, 1, H], "
                 "cut over the ranks of --sequence-parallel or --context-parallel-size. Pass tokens as [B, S]."
             )
-        documents = Documents(
-            lengths_of(params.cu_seqlens_q.tolist(), length, num_tokens), params.tokens_per_sample is None, cost
-        )
+        documents = Documents(lengths_of(params.cu_seqlens_q.tolist(), length, num_tokens), own_length is None, cost)
         positions = documents.positions()
         if config.context_parallel_size > 1:
             positions = torch.cat([positions[slice(*own)] for own in own_positions(length, config)])

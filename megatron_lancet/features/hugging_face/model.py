@@ -112,13 +112,19 @@ def check_given(source: Source, args: argparse.Namespace) -> None:
     Raises:
         UsageError: one contradicts.
     """
+    for name, expected, found in contradictions(source, args):
+        raise UsageError(
+            f"{_flag_of(name)}: expected {expected}, as {source.folder / CONFIG} says, found {found}. Drop the flag, "
+            f"or {FROM}."
+        )
+
+
+def contradictions(source: Source, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the arguments that are another model's: name, what the folder says, what is there."""
     for name, expected in model_arguments(source).items():
         found = getattr(args, name, None)
         if found != expected:
-            raise UsageError(
-                f"{_flag_of(name)}: expected {expected}, as {source.folder / CONFIG} says, found {found}. Drop the "
-                f"flag, or {FROM}."
-            )
+            yield name, expected, found
 
 
 def check_built(source: Source, config: Any) -> None:

@@ -9,9 +9,9 @@ from megatron_lancet.errors import UsageError
 REQUIRED = {"megatron-core": SpecifierSet(">=0.19,<0.20"), "torch": SpecifierSet(">=2.11")}
 
 
-def check_versions() -> None:
+def check_versions(required: dict[str, SpecifierSet] = REQUIRED) -> None:
     """Raise a UsageError if a package is missing, or its version is not supported."""
-    for package, supported in REQUIRED.items():
+    for package, supported in required.items():
         try:
             installed = version(package)
         except PackageNotFoundError:

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -232,6 +233,44 @@ def test_checkpoint_of_a_run_becomes_a_folder(ran, servers, models, tmp_path):
     again = run(servers, models / "qwen3_moe", alone, tmp_path / name, load)
     launch.check(again.results)
     assert same_to_the_bit(first / "saved/iter_0000004", again.folder / "saved/iter_0000004")
+
+
+def export(servers, folder, *arguments, num_ranks=1):
+    """Runs ``lancet export-hf``."""
+    folder.mkdir()
+    port = launch.free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        environment = {**launch.rank_environment(rank, num_ranks, port), "PYTHONPATH": PYTHONPATH}
+        log = folder / f"rank{rank}.log"
+        log.write_text("")
+        command = [str(launch.REPO / "tools/export_hf.py"), *map(str, arguments)]
+        ranks.append(servers(False).start(command, environment, log, launch.REPO))
+    return launch.finish(ranks, folder, 120)
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 2), ("deepseek_v3", 1)])
+def test_checkpoint_is_exported(family, num_ranks, ran, servers, models, tmp_path):
+    first = ran[f"{family}-two-chunks"].folder
+    arguments = ["--load", first / "checkpoints", "--from-hf", models / family, "--output", tmp_path / "out"]
+    launch.check(export(servers, tmp_path / "ranks", *arguments, num_ranks=num_ranks))
+    assert same_to_the_bit(first / "saved/iter_0000004", tmp_path / "out")
+    assert (tmp_path / "out/config.json").read_text() == (first / "saved/iter_0000004/config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "folder", "line"),
+    [
+        ("qwen3_moe-two-chunks", "mixtral", r"expected a checkpoint with \w+ .*, as .*config\.json says, found"),
+        ("deepseek_v3-mtp", "deepseek_v3-mtp", "expected a model without predictions of further tokens"),
+    ],
+)
+def test_export_of_another_model_is_refused(checkpoint, folder, line, ran, servers, models, tmp_path):
+    arguments = ["--load", ran[checkpoint].folder / "checkpoints", "--from-hf", models / folder]
+    (done,) = export(servers, tmp_path / "ranks", *arguments, "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert re.search(line, done.output)
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_precision_comes_out_in_half_precision(servers, models, tmp_path):

@@ -123,6 +123,7 @@ WITHOUT_ARGUMENTS = {
     "data tokenizer": _required("--input, --output-prefix, --vocab-size", "data tokenizer"),
     "data encode": _required("--input, --output-prefix, --tokenizer-type", "data encode"),
     "evaluate": _required("--load, --data", "evaluate"),
+    "export-hf": _required("--load, --from-hf, --output", "export-hf"),
     "generate": _required("--load", "generate"),
 }
 """The line of each command that gets nothing."""
