@@ -43,6 +43,8 @@ OFF = ["--lancet-plan", "off"]
 TE = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
 ONE_CHUNK = ["--lancet-num-chunks", "1"]
 TWO_CHUNKS = ["--lancet-num-chunks", "2"]
+IN_SEQUENCE = [*TWO_CHUNKS, "--lancet-chunk-dim", "sequence"]
+PAIRS = [*ONE_CHUNK, "--lancet-pairing", "on", "--lancet-dispatch", "dedup"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ COPIES = ("4.embed_tokens.weight", "4.shared_head.head.weight")
 TWO = [[0], [1]]
 CASES = {
     "qwen3_moe-stock": Case("qwen3_moe", OFF + EP2, TWO, gradients=True),
+    "qwen3_moe-pairs": Case("qwen3_moe", [*EP2, *PAIRS], TWO, gradients=True, plan="dispatch=dedup paired"),
+    "qwen3_moe-sequence": Case("qwen3_moe", [*EP2, *IN_SEQUENCE], TWO, gradients=True, plan="chunks=2 dim=sequence"),
     "qwen3_moe-placed": Case("qwen3_moe", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2", is_placed=True),
     "deepseek_v3-mtp": Case("deepseek_v3-mtp", [*EP2, *TWO_CHUNKS], TWO, plan="chunks=2"),
     **{
