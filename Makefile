@@ -91,7 +91,7 @@ test-torch-%: $(TORCH_ENV)%/.installed
 
 # Megatron-Bridge lies beside the environment: its newest versions of common packages are not the pinned ones.
 test-bridge: $(VENV)/bridge/.installed
-	@PYTHONPATH="$(abspath $(VENV))/bridge" $(BIN)/python -m pytest tests/bridge $(PYTEST_ARGS)
+	@PYTHONPATH="$(abspath $(VENV))/bridge" $(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n 2 --dist loadfile tests/bridge)
 
 $(VENV)/bridge/.installed: $(STAMP) requirements-bridge.txt
 	@rm -rf $(VENV)/bridge

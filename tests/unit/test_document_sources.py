@@ -23,6 +23,7 @@ NOT_MEASURED = {
     ("benchmarks/RESULTS.md", "Targets and misses"): "figures of the tables around it, by case",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",
+    ("docs/design/megatron.md", "What is used and changed of Megatron"): "versions",
     ("docs/features/dispatch.md", "Where it pays"): "calculated, by the program below it",
     ("examples/README.md", "Launch scripts"): "sizes of models",
 }
