@@ -102,7 +102,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         token_multiple=token_multiple(config),
         num_mtp_layers=num_mtp,
         repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
-        num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
+        num_output_uses=1 if getattr(config, "mtp_detach_heads", False) else 1 + num_mtp,
         pads_to_capacity=config.moe_pad_expert_input_to_capacity,
         prob_bytes=router_dtype.itemsize,
         nodes=model.comm.nodes,

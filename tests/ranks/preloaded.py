@@ -280,10 +280,10 @@ def keep_docstrings() -> None:
 
 def keep_sources() -> None:
     """Reads the functions of Megatron that each run checks once, and not in each rank."""
-    from megatron_lancet.training.megatron.seams import check_seams
+    from megatron_lancet.library.versions import check_megatron
 
     setattr(inspect, "getsource", functools.cache(inspect.getsource))  # noqa: B010 - mypy forbids to assign to it
-    check_seams()
+    check_megatron()
 
 
 def start_queue_of_saves() -> None:
@@ -339,6 +339,10 @@ def share_gloo_devices() -> None:
     setattr(ProcessGroupGloo, "__init__", init)  # noqa: B010 - mypy forbids to assign to a method
 
 
+NOT_IN_0_18 = ("megatron.training.models.gpt", "megatron.training.argument_utils")
+"""Modules, or modules with names, that megatron-core 0.18 does not have: only the library runs there."""
+
+
 def main() -> None:
     """Import, then fork on request."""
     address = Path(sys.argv[1])
@@ -347,7 +351,11 @@ def main() -> None:
 
         te_cpu.install()
     for module in (*MODULES, *os.environ.get(MORE, "").split()):
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            if error.name not in NOT_IN_0_18:
+                raise
     keep_docstrings()
     keep_sources()
     share_gloo_devices()

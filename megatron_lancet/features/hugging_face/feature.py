@@ -18,7 +18,6 @@ from megatron_lancet.features.hugging_face.flags import FROM, SAVE, HuggingFaceF
 from megatron_lancet.features.hugging_face.folders import check_writable, save
 from megatron_lancet.features.hugging_face.source import Source, source_of
 from megatron_lancet.patching import around
-from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.patches import training_loop_hooks
 from megatron_lancet.training.megatron.seams import missing_functions
 from megatron_lancet.training.process.console import say
@@ -75,6 +74,8 @@ class HuggingFaceWeights(Feature):
         wanted = facts.config.of(HuggingFaceFlags)
         if wanted.from_hf is None:
             return
+        from megatron_lancet.training.megatron.models import model_config_from_args  # megatron-core 0.18 lacks a part
+
         source = source_of(wanted.from_hf)
         model.check_built(source, model_config_from_args(facts.args).transformer)
         if facts.is_dry_run:

@@ -238,7 +238,7 @@ class _Predictions(ModelPart):
     def parts_with_several_uses(self, model: Any) -> Iterator[torch.nn.Module]:
         """Yields the output layer, which each depth uses, and the layers of depths that are the same module."""
         config = model.config
-        if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
+        if config.mtp_num_layers and model.post_process and not getattr(config, "mtp_detach_heads", False):
             yield model.output_layer
         if _has_predictions(model) and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
             yield model.mtp
