@@ -76,11 +76,12 @@ def _measure(folder: Folder, between: Link, num_turns: int) -> dict[str, Any]:
             job.wait_until_ready()
             return Running(variant, job)
 
+        for_rate = start(variants.FOR_RATE, [*common, *variants.FOR_RATE.flags], [])
+        rate_bps = set_rate(for_rate, case.share, between)
         running = [start(variant, [*common, *variant.flags], []) for variant in variants.MEGATRON]
         in_bridge = {"module": _RANK, "import_paths": variants.import_paths()}
         running += [start(one, [], variants.bridge_options(folder), **in_bridge) for one in variants.BRIDGE]
-        rate_bps = set_rate(running[0], case.share, between)
-        for one in running[1:]:
+        for one in running:
             say(f"      {one.variant.name}: first steps")
             one.settle()
         turns(running, num_turns)

@@ -16,6 +16,7 @@ BRIDGE_STOCK, BRIDGE_PLAN = "bridge-off", "bridge-plan"
 _SETTINGS: dict[str, str | int] = {"num_chunks": 1, "pairing": "on", "dispatch": "dedup"}
 _FLAGS = tuple(word for name, value in _SETTINGS.items() for word in (f"--lancet-{name.replace('_', '-')}", str(value)))
 
+FOR_RATE = Variant("rate", ("--lancet-plan", "off"), "stock on our transport, which counts bytes: sets the rate")
 MEGATRON = (
     Variant(STOCK, ("--lancet-plan", "off"), "stock in Megatron's loop", ("--own-messages",)),
     Variant(PLAN, _FLAGS, "pairs of one chunk, dedup, in Megatron's loop"),
