@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.auto.quoted import TABLES as AUTO_TABLES
+from benchmarks.bridge.quoted import TABLES as BRIDGE_TABLES
 from benchmarks.gpu.check.quote import gpu_check
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES, MEGATRON
@@ -341,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **TILES_TABLES,
     **AUTO_TABLES,
     **BINS_TABLES,
+    **BRIDGE_TABLES,
 }
 _PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
