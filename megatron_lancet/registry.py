@@ -60,13 +60,9 @@ _POSITION: tuple[str, ...] = (
 """The position of a rank whose forwards run beside backwards; empty where none do."""
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
+    "export-hf": "megatron_lancet.features.hugging_face.export:Export",
 }
-"""Commands that flags run in place of a training."""
-
-_EXPORTERS: tuple[str, ...] = (
-    "megatron_lancet.features.hugging_face.export:Export",  # a line of its own, as each feature has
-)
-"""Writes checkpoints in another format; empty where none does."""
+"""Commands that flags run in place of a training, and what commands of ``lancet`` take from features."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -120,29 +116,16 @@ def model_parts() -> "tuple[ModelPart, ...]":
     return tuple(load(name) for name in _MODEL_PARTS)
 
 
-def command(flag: str) -> Callable[[], None]:
-    """The command that a flag runs in place of a training.
+def command(flag: str) -> Callable[..., Any]:
+    """The command, or the part of one, of this name.
 
     Raises:
         UsageError: the installation does not have it.
     """
     if flag not in _COMMANDS:
         raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
-    run: Callable[[], None] = load(_COMMANDS[flag])
+    run: Callable[..., Any] = load(_COMMANDS[flag])
     return run
-
-
-def exporter() -> Any:
-    """The class that writes a model as a Hugging Face folder.
-
-    Raises:
-        UsageError: the installation does not have it.
-    """
-    if not _EXPORTERS:
-        raise UsageError(
-            "this installation of Megatron-Lancet writes no Hugging Face folders. Install the full package."
-        )
-    return load(_EXPORTERS[0])
 
 
 def load(name: str) -> Any:
