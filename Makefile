@@ -47,7 +47,7 @@ help:
 	@echo "                    inputs, with new draws and ten times as many: it prints the SEED, SEED=number repeats a run"
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
-	@echo "make test-bridge     training in Megatron-Bridge's own loop, stock and ours; Bridge has an environment of its own"
+	@echo "make test-bridge     training in Megatron-Bridge's own loop, and Hugging Face weights; Bridge has a folder of its own"
 	@echo "make test-megatron   the overlap in other launchers' loops on Megatron-Core $(MEGATRON_OLDEST)"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"

@@ -9,7 +9,7 @@ _OF_MODES = {"column": "column", "row": "row"}
 def register_module_types(stages: Sequence[Any]) -> None:
     """Registers the classes of a model's modules for Bridge's conversion, which asks for them by name.
 
-    Layers that defer weight gradients or run in chunks are subclasses of Megatron's, so they are spread as these are.
+    Layers that defer weight gradients or run in chunks are subclasses of Megatron's, and spread like them.
 
     Args:
         stages: pipeline stages of this rank.

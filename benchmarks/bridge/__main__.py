@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    variants.bridge_path()
+    path = variants.bridge_path()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     folder = open_folder(args.folder.resolve())
     prepare(folder, _VOCAB, _MEGABYTES)
-    found = origin("benchmarks.bridge", environment=rank_environment(0), packages=("megatron-bridge",))
+    found = origin("benchmarks.bridge", environment=rank_environment(0))
+    (bridge,) = distributions(name="megatron-bridge", path=[str(path)])
+    found["versions"]["megatron-bridge"] = bridge.version
     watch = CpuWatch(rank_cores())
     with link(NAMESPACES, is_unprivileged=False) as between:
         measured = _measure(folder, between, args.turns)

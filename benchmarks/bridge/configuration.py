@@ -10,6 +10,7 @@ import torch
 from benchmarks.auto.training import SAMPLES_PER_RANK
 from benchmarks.bridge.variants import EXPERTS, MICRO_BATCHES, TOPK
 from benchmarks.harness.namespaces import NUM_NODES
+from tests.bridge import gaps
 
 SEQ_LENGTH = 256
 _NUM_STEPS = 10_000
@@ -18,8 +19,7 @@ _NUM_STEPS = 10_000
 
 def model() -> Any:
     """Megatron's local layers in fp32, as ``MODEL_FLAGS`` of :mod:`benchmarks.auto.training` describe them."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-    from megatron.core.transformer.enums import AttnBackend
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.core.utils import init_method_normal
 
     return GPTModelProvider(
@@ -43,23 +43,8 @@ def model() -> Any:
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
         moe_z_loss_coeff=1e-3,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 the name of a class
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
         expert_model_parallel_size=NUM_NODES,
-        transformer_layer_spec=local_layer_spec,
-        attention_backend=AttnBackend.unfused,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=False,
-        cross_entropy_fusion_impl="native",
-        autocast_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        **gaps.settings_of_local_layers(),
     )
 
 
@@ -108,12 +93,5 @@ def _data(config: Any, prefix: Path, cache: Path) -> Any:
         blend=([str(prefix)], None),
         path_to_cache=str(cache),
         split="99,1,0",
-        reset_attention_mask=False,
-        reset_position_ids=False,
-        eod_mask_loss=False,
-        num_dataset_builder_threads=1,
-        dataloader_type="single",
-        num_workers=0,
-        skip_getting_attention_mask_from_dataset=False,
-        create_attention_mask=True,
+        **gaps.SETTINGS_OF_SAMPLES,
     )

@@ -32,8 +32,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True, help="of the data")
     parser.add_argument("--cache", type=Path, required=True, help="of the data's indices")
     parser.add_argument("--settings", type=json.loads, help="of the overlap, as JSON; none for stock")
-    parser.add_argument("--trace", type=int, nargs="*", default=[], help="not used")
-    parser.add_argument("no_flags", nargs="*")
     return parser.parse_args(argv)
 
 

@@ -32,7 +32,7 @@ class BridgeSummary:
 
     @property
     def difference(self) -> float:
-        """Bridge's speed-up over that of Megatron's own loop, less one."""
+        """Relative difference between the speed-up in Bridge's loop and the speed-up in Megatron's."""
         return self.bridge_speedup.median / self.speedup.median - 1
 
 

@@ -70,7 +70,7 @@ class Job:
         self._is_ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
         self._ranks: list[subprocess.Popen[bytes]] = []
-        options = [*options, "--trace", *map(str, trace)]
+        options = [*options, *(["--trace", *map(str, trace)] if trace else [])]
         if link.interface is not None:
             options += ["--interface", link.interface]
         meet = link.rendezvous()
@@ -80,7 +80,7 @@ class Job:
             file.flush()
             try:
                 for rank, core in enumerate(rank_cores()):
-                    self._start(rank, ["--core", str(core), *options, "--", *flags], meet, file)
+                    self._start(rank, ["--core", str(core), *options, *(["--", *flags] if flags else [])], meet, file)
             except BaseException:
                 self.__exit__()
                 raise

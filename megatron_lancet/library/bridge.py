@@ -63,7 +63,7 @@ def enable(config: Any, **settings: Any) -> list[Any]:
 
 
 def _hooks_of(model_config: Any) -> Callable[[Any], None]:
-    """Returns the function that adds a hook, by which Bridge's two kinds of configurations of models differ."""
+    """Returns the function that adds a hook; Bridge has two kinds of model configurations."""
     if hasattr(model_config, "pre_wrap_hooks"):
         return cast(Callable[[Any], None], model_config.pre_wrap_hooks.append)
     return cast(Callable[[Any], None], model_config.register_pre_wrap_hook)

@@ -1,4 +1,4 @@
-"""Micro-batches whose shapes change, as they do where samples are packed or drawn by reinforcement learning."""
+"""Micro-batches whose shapes change, as with packed samples and in reinforcement learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

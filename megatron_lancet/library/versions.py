@@ -1,4 +1,4 @@
-"""The versions of Megatron in which other launchers can use the overlap; ``pretrain_gpt_moe.py`` needs a newer one."""
+"""Megatron versions that the library supports; ``pretrain_gpt_moe.py`` needs 0.19."""
 
 from packaging.specifiers import SpecifierSet
 
@@ -12,7 +12,7 @@ _OF_OWN_LOOP = {
     "megatron.core.datasets.gpt_dataset.GPTDatasetConfig(inter_document_masking)",
     "the place in checkpointing.save_checkpoint that writes the tracker file",
 }
-"""Used by our data sets, batches and checkpoints alone, which another launcher has its own of."""
+"""Only our data sets, batches and checkpoints use these; another launcher has its own."""
 
 
 def check_megatron() -> None:

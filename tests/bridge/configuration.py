@@ -4,8 +4,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from tests.bridge import gaps
 
 SEQ_LENGTH, MICRO_BATCH, NUM_MICRO_BATCHES, VOCAB = 32, 4, 2, 255
 NUM_EXPERT_RANKS = 2
@@ -84,23 +85,15 @@ def data(case: Mapping[str, Any]) -> Any:
     return MockGPTDatasetConfig(
         random_seed=1,
         seq_length=SEQ_LENGTH,
-        reset_attention_mask=False,
-        reset_position_ids=False,
-        eod_mask_loss=False,
-        num_dataset_builder_threads=1,
         split="8,1,1",
-        dataloader_type="single",
-        num_workers=0,
-        skip_getting_attention_mask_from_dataset=False,
-        create_attention_mask=True,
+        **gaps.SETTINGS_OF_SAMPLES,
     )
 
 
 def provider(sees_images: bool) -> Any:
     """Bridge's description of the model."""
     from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-    from megatron.core.transformer.enums import AttnBackend
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     return (GLM45VModelProvider if sees_images else GPTModelProvider)(
         num_layers=3,
@@ -119,23 +112,8 @@ def provider(sees_images: bool) -> Any:
         moe_ffn_hidden_size=32,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
         expert_model_parallel_size=NUM_EXPERT_RANKS,
-        transformer_layer_spec=local_layer_spec,
-        attention_backend=AttnBackend.unfused,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=False,
-        cross_entropy_fusion_impl="native",
-        autocast_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        **gaps.settings_of_local_layers(),
         **(for_images() if sees_images else {"position_embedding_type": "rope"}),
     )
 

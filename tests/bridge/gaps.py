@@ -16,6 +16,37 @@ from unittest import mock
 _NOT_HERE = ("nvidia_resiliency_ext", "megatron.energon", "webdataset")
 _TE = ("transformer_engine", "transformer_engine.pytorch")
 
+SETTINGS_OF_SAMPLES: dict[str, Any] = {
+    "reset_attention_mask": False,
+    "reset_position_ids": False,
+    "eod_mask_loss": False,
+    "num_dataset_builder_threads": 1,
+    "dataloader_type": "single",
+    "num_workers": 0,
+    "skip_getting_attention_mask_from_dataset": False,
+    "create_attention_mask": True,
+}
+"""Settings of Bridge's data sets for Megatron's local attention, which takes a mask."""
+
+
+def settings_of_local_layers() -> dict[str, Any]:
+    """Settings of a Bridge model in fp32 with Megatron's local layers and without fused kernels."""
+    import torch
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    fused = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope", "gradient_accumulation", "moe_permute")
+    return {
+        **{f"{name}_fusion": False for name in (*fused, "cross_entropy_loss")},
+        **{f"{name}_dtype": torch.float32 for name in ("autocast", "pipeline", "params")},
+        "cross_entropy_fusion_impl": "native",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "persist_layer_norm": False,
+        "transformer_layer_spec": local_layer_spec,
+        "attention_backend": AttnBackend.unfused,
+    }
+
 
 class _Anything(types.ModuleType):
     """A package in which each name is an empty class."""

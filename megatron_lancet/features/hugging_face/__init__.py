@@ -1,1 +1,1 @@
-"""Weights of Hugging Face's in and out: a run starts from a folder and writes folders."""
+"""Hugging Face weights: a run starts from a folder, and writes folders."""

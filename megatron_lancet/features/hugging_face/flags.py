@@ -18,7 +18,7 @@ def _folder(name: str) -> str:
 
 @dataclass(frozen=True)
 class HuggingFaceFlags(CheckedFlags):
-    """Folders of Hugging Face's format."""
+    """Folders in Hugging Face format."""
 
     from_hf: str | None = flag(
         None,

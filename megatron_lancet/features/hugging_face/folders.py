@@ -138,7 +138,7 @@ def _copy_rest(source: Source, folder: Path, dtype: str) -> None:
 
 
 def _described(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A configuration that says which numbers the files hold: those of the training, which are not quantized."""
+    """Returns the configuration with the dtype of the saved weights, and without quantization."""
     kept = {name: value for name, value in config.items() if name != "quantization_config"}
     names = [name for name in ("dtype", "torch_dtype") if name in kept] or ["dtype"]
     return {**kept, **dict.fromkeys(names, dtype)}

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's format, as Megatron-Bridge reads it."""
+"""A folder in Hugging Face format, as Megatron-Bridge reads it."""
 
 from functools import cache
 from importlib.util import find_spec

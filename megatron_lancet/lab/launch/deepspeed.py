@@ -110,10 +110,21 @@ def _count(name: str, options: Mapping[str, str]) -> int | None:
     text = options.get(name, "-1")
     if text == "-1":
         return None
+    return whole_number(name.replace("-", "_"), text)
+
+
+def whole_number(option: str, text: str) -> int:
+    """
+    Args:
+        option: name of a launcher's option, without dashes in front.
+
+    Raises:
+        UsageError: its text is no whole number above 0.
+    """
     value = leading(text) if text.isdecimal() else None
     if value is None:
         raise UsageError(
-            f"deepspeed's --{name.replace('-', '_')} expects a whole number of at least 1, found {text or 'nothing'!r}."
-            " Set the variable that the script passes there, as your cluster does: NAME=VALUE lancet ..."
+            f"the launcher's --{option} expects a whole number of at least 1, found {text or 'nothing'!r}. Set the "
+            "variable that the script passes there, as your cluster does: NAME=VALUE lancet ..."
         )
     return value

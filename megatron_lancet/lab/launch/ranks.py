@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.lab.launch.deepspeed import ranks_of_deepspeed
+from megatron_lancet.lab.launch.deepspeed import ranks_of_deepspeed, whole_number
 from megatron_lancet.lab.launch.isolated import pbs, slurm
 from megatron_lancet.lab.launch.isolated.grammars import ACCELERATE, DEEPSPEED, TORCHRUN
 from megatron_lancet.lab.launch.isolated.launchers import Launcher, hosts_in
@@ -115,7 +115,9 @@ def _noted(started: Started, program: Program) -> Launcher:
 def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: Launcher | None, script: str) -> Fact:
     text = options.get("nproc-per-node", environment.get("PET_NPROC_PER_NODE", "1"))
     of_node = (
-        _gpus(environment) if text in _ALL_GPUS else Fact(_size("nproc-per-node", text), f"--nproc-per-node {text}")
+        _gpus(environment)
+        if text in _ALL_GPUS
+        else Fact(whole_number("nproc-per-node", text), f"--nproc-per-node {text}")
     )
     source = of_node.source if text in _ALL_GPUS else ""
     own = f"torchrun --nproc-per-node {text}" + (f" ({source})" if source else "")
@@ -124,7 +126,7 @@ def _torchrun(options: Mapping[str, str], environment: Mapping[str, str], step: 
         if step is None or step.nodes is None or ("standalone" in options and step.nodes > 1):
             return Fact(of_node.value, own)
         return Fact(step.nodes * of_node.value, joined(step.nodes_from, own))
-    num_nodes = _size("nnodes", asked.rpartition(":")[2])
+    num_nodes = whole_number("nnodes", asked.rpartition(":")[2])
     job = slurm.read_facts(environment).get(slurm.NODES)
     is_literal = re.search(rf"--nnodes[= ]\s*[\"']?{re.escape(asked)}\b", script) is not None
     if job is not None and job.value == num_nodes and not is_literal and _reads_nodes(script):
@@ -142,10 +144,10 @@ def _accelerate(options: Mapping[str, str], own: Launcher, environment: Mapping[
     if filters:
         raise UsageError(f"accelerate launch --{filters[0].replace('-', '_')} is not read. Pass --num_processes alone.")
     asked = options.get("num-machines")
-    machines = _size("num_machines", asked) if asked is not None else own.nodes or 1
+    machines = whole_number("num_machines", asked) if asked is not None else own.nodes or 1
     if "num-processes" in options:
         text = options["num-processes"]
-        found = Fact(_size("num_processes", text), f"accelerate launch --num_processes {text}")
+        found = Fact(whole_number("num_processes", text), f"accelerate launch --num_processes {text}")
     elif own.missing:
         raise UsageError(f"accelerate's --config_file {own.missing} is not on this machine. Pass --num_processes.")
     elif own.tasks is not None:
@@ -169,13 +171,3 @@ def _accelerate(options: Mapping[str, str], own: Launcher, environment: Mapping[
 def _gpus(environment: Mapping[str, str]) -> Fact:
     """Returns the GPUs of a node."""
     return slurm.read_facts(environment).get(slurm.GPUS, Fact(8, "8 GPUs a node assumed"))
-
-
-def _size(option: str, text: str) -> int:
-    value = leading(text) if text.isdecimal() else None
-    if value is None:
-        raise UsageError(
-            f"the launcher's --{option} expects a whole number of at least 1, found {text or 'nothing'!r}. Set the "
-            "variable that the script passes there, as your cluster does: NAME=VALUE lancet ..."
-        )
-    return value

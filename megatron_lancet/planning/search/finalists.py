@@ -42,7 +42,7 @@ def kind_of(plan: Plan) -> tuple[object, ...]:
 
 
 def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
-    """The simplest of the plans of a kind that are predicted equal, of each of the best kinds.
+    """Returns one plan of each of the best kinds: the simplest that is predicted as fast as the kind's best.
 
     Args:
         best_first: plans and their predicted steps in ms, the best first.
@@ -58,6 +58,6 @@ def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
 
 
 def _simplest(plans: Sequence[tuple[Plan, float]]) -> Plan:
-    """The simplest of the plans that are predicted equal to the first."""
+    """Returns the simplest plan that is predicted as fast as the first."""
     _, best_ms = plans[0]
     return min((plan for plan, step_ms in plans if step_ms <= EQUAL_PART * best_ms), key=simplicity)

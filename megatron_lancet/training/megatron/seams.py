@@ -211,7 +211,7 @@ _DROP_OUTPUTS = (
 
 
 def check_seams(but: Container[str] = ()) -> None:
-    """Raise a UsageError that names all functions, parameters and pieces of code that Megatron lacks, but ``but``."""
+    """Raise a UsageError that names each function, parameter or piece of code that Megatron lacks, except ``but``."""
     missing = missing_functions(SEAMS)
     ddp_source = inspect.getsource(DistributedDataParallel.__init__)
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]

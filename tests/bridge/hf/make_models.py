@@ -1,4 +1,4 @@
-"""Writes small random models of Hugging Face's: ``make_models.py FOLDER FAMILY...``; without Megatron."""
+"""Writes small random Hugging Face models: ``make_models.py FOLDER FAMILY...``; without Megatron."""
 
 import json
 import sys

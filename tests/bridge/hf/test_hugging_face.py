@@ -1,4 +1,4 @@
-"""Hugging Face's weights in and out of real runs, compared with what ``transformers`` computes for the same tokens."""
+"""Hugging Face weights in and out of real runs, compared with ``transformers`` on the same tokens."""
 
 import functools
 import importlib.util
@@ -68,7 +68,7 @@ class Case:
 
 
 COPIES = ("4.embed_tokens.weight", "4.shared_head.head.weight")
-"""Tensors of the model that a file has once more."""
+"""Tensors that a file repeats."""
 TWO = [[0], [1]]
 CASES = {
     "qwen3_moe-stock": Case("qwen3_moe", OFF + EP2, TWO, gradients=True),

@@ -12,7 +12,7 @@ class Mistake:
     """A command that is refused, or that warns.
 
     Attributes:
-        words: of ``lancet``; of a training: flags behind those of a tiny model.
+        words: arguments of ``lancet``; for a training, flags that follow the flags of a tiny model.
         message: a part of the line.
         env: further environment variables.
         num_ranks: of a training, as the launcher says. One process is started: a mistake is found before ranks meet.

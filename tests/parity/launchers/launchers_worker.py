@@ -194,7 +194,7 @@ def of_verl() -> Recorded:
 
 
 def of_slime() -> Recorded:
-    """Reference weights live in the policy's own model while they are needed."""
+    """The policy's own model holds the reference weights during the reference pass."""
     policy = Policy()
     return reinforced(policy, policy.stages)
 

@@ -24,7 +24,7 @@ REFUSED = {
     "--lancet-num-chunks 2 --lancet-chunk-dim sequence": "expected one chunk, found a plan with 2, but the shapes",
     "--lancet-num-chunks 1 --lancet-max-expert-rows 50": "--lancet-max-expert-rows is for micro-batches of one shape",
 }
-"""Flags, and the begin of what is said of them when DDP wraps the model."""
+"""Flags, and how the error begins when DDP wraps the model."""
 
 
 @pytest.mark.distributed

@@ -229,7 +229,7 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _on(hosts: Mapping[str, int], each: int | None) -> int:
-    """Returns the tasks on hosts: so many on each, else one a slot."""
+    """Returns the number of tasks on all hosts: ``each`` per host, or one per slot if that is None."""
     return len(hosts) * each if each else sum(hosts.values())
 
 
