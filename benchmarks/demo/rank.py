@@ -148,15 +148,16 @@ def _train(args: argparse.Namespace, status: Any) -> None:
         from megatron_lancet.training import job
         from megatron_lancet.training import run as runs
         from megatron_lancet.training.megatron import patches
+        from megatron_lancet.training.run_hook import RunHook
 
         link, stock_trace = RankLink(args.interface), StockTrace()
 
-        def enter_run(stock: Any, run_stack: ExitStack, *rest: Any) -> Any:
-            run = stock(run_stack, *rest)
+        def enter(stock: Any, hook: RunHook) -> Any:
+            run = stock(hook)
             observer = Observer(run, device, Gate(link.pace), stock_trace, link.reductions, args)
             if args.threads:
-                run_stack.enter_context(StreamThreads(run.stats).stand_for_streams())
-            run_stack.enter_context(patches.taken_train_step(observer.observe))  # around the run's own hooks
+                hook.changes.enter_context(StreamThreads(run.stats).stand_for_streams())
+            hook.changes.enter_context(patches.taken_train_step(observer.observe))  # around the run's own hooks
             return run
 
         stack.enter_context(link.carries_reductions())
@@ -165,7 +166,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
             stack.enter_context(link.carries_stock(stock_trace))
         if args.threads:
             stack.enter_context(replaced(runs, "CommStats", ThreadedStats))
-        stack.enter_context(around(job, "enter_run", enter_run))
+        stack.enter_context(around(RunHook, "enter", enter))
         job.run_job(device, status, features=features())
 
 

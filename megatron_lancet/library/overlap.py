@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,11 +19,12 @@ from megatron_lancet.module_types import register_module_types
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.overlap_setup import NoOverlap
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.run import OverlappedRun, choose_run
+from megatron_lancet.training.run_hook import RunHook
 
 
-class Overlap:
+class Overlap(RunHook):
     """Makes a model run by a plan: a hook that takes the pipeline stages of a rank between building and DDP.
 
     ::
@@ -76,7 +76,7 @@ class Overlap:
             UsageError: a setting is unknown or wrong, or the installed Megatron is of another version.
         """
         check_megatron()
-        self.line = ""
+        super().__init__()
         if (micro_batch_size is None) != (seq_length is None):
             raise UsageError("expected micro_batch_size and seq_length, or neither of them, found one.")
         self._config = _config_of(flags, settings, shapes_change=seq_length is None)
@@ -87,8 +87,6 @@ class Overlap:
             )
         self._shape = StepShape(micro_batch_size, seq_length, num_micro_batches, num_steps, packed_samples)
         self._ddp_config, self._timeout_minutes = ddp_config, timeout_minutes
-        self._stack = ExitStack()
-        self._run: OverlappedRun | None = None
         self._is_hooked = False
         self._waiting: list[tuple[Callable[[], None], torch.nn.Module]] = []  # virtual stages until the last one
 
@@ -113,19 +111,19 @@ class Overlap:
         models = [language_model_of(stage) for stage in stages]
         shape = self._known_shape(models[0])
         args = run_arguments(models, self._ddp_config, shape, self._timeout_minutes)
-        device = next(models[0].parameters()).device
-        choice = choose_run(args, self._config, device)
-        self.line = choice.line
-        say(f"Megatron-Lancet plan: {choice.line}")
-        if choice.plan is None:
-            return stages
+        facts = self.choose(args, self._config, next(models[0].parameters()).device)
+        if facts.plan is None:
+            return NoOverlap()(stages)
         if shape.has_packed_samples:
             check_packed_samples(models[0].config)
-        run = self._run = OverlappedRun(choice, choice.plan, device)
-        run.enter(self._stack, lambda hooks: patches.schedule_hooks(self._is_ours, [self._counted, *hooks]))
-        if run.setup.delays_weight_grads:
-            self._stack.enter_context(patches.late_weight_grads(self._is_ours))
-        run.setup(models)
+
+        def counted(step: Callable[[], Any]) -> Any:
+            result = step()
+            args.curr_iteration += 1  # as Megatron's loop does
+            return result
+
+        self.enter(lambda hooks: patches.schedule_hooks(self._is_trained, [counted, *hooks]))
+        super().__call__(models)
         if "megatron.bridge" in sys.modules:  # it may export the model, for a server or at the end
             register_module_types(models)
         return stages
@@ -138,7 +136,7 @@ class Overlap:
         Raises:
             UsageError: as :meth:`__call__`, when DDP wraps the model.
         """
-        self._stack.enter_context(patches.around_ddp(self._take_from_ddp))
+        self.changes.enter_context(patches.around_ddp(self._take_from_ddp))
         return self
 
     def __enter__(self) -> Self:
@@ -148,16 +146,16 @@ class Overlap:
         if error is None:
             self.close()
         else:
-            self._stack.close()
+            self.changes.close()
 
     def close(self) -> None:
         """Prints the report, and leaves Megatron as it was; the model keeps its plan. Collective over all ranks."""
-        run, self._run = self._run, None
         try:
-            if run is not None:
-                run.report()
+            if self._run is not None:
+                self.report()
         finally:
-            self._stack.close()
+            self._run = None
+            self.changes.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Returns the object itself: Megatron copies configurations, which may hold their hooks."""
@@ -167,16 +165,6 @@ class Overlap:
     def plan_text(self) -> str:
         """The plan of the last step; ``off`` for stock modules."""
         return str(self._run.setup.plan) if self._run is not None else "off"
-
-    @property
-    def num_steps_done(self) -> int:
-        """Steps so far."""
-        return self._run.recorder.num_done if self._run is not None else 0
-
-    @property
-    def position(self) -> str:
-        """The collective that this rank has reached, for error messages."""
-        return self._run.setup.position if self._run is not None else "in Megatron's own model"
 
     def _known_shape(self, model: LanguageModel) -> StepShape:
         """Returns the shape of a step with its number of micro-batches; Megatron's calculator has it from now on."""
@@ -192,14 +180,14 @@ class Overlap:
             return self._shape.with_micro_batches(num_microbatches_calculator.get_num_microbatches())
         if not has_calculator:
             calculator = self._shape.calculator()
-            self._stack.enter_context(patches.micro_batch_calculator(calculator))
+            self.changes.enter_context(patches.micro_batch_calculator(calculator))
         return self._shape
 
     def _take_from_ddp(self, build: Callable[[], None], module: torch.nn.Module, ddp_config: Any) -> None:
         if not has_experts(module):
             return build()
         if self._is_hooked:
-            if not self._is_ours(module):
+            if not self.is_prepared(module):
                 say("Megatron-Lancet: another model with experts is trained in this process; it stays stock.")
             return build()
         self._waiting.append((build, module))
@@ -214,20 +202,9 @@ class Overlap:
             build_one()
         return None
 
-    def _is_ours(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
-        """Whether a model, wrapped or not, holds a stage that was prepared."""
-        if self._run is None:
-            return False
-        ours = {id(stage) for stage in self._run.setup.stages}
-        models = [model] if isinstance(model, torch.nn.Module) else model
-        return any(id(module) in ours for one in models for module in one.modules())
-
-    def _counted(self, step: Callable[[], Any]) -> Any:
-        """Counts the steps, as Megatron's loop does in its arguments."""
-        assert self._run is not None
-        result = step()
-        self._run.facts.args.curr_iteration += 1
-        return result
+    def _is_trained(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+        """Whether steps of a model, or of its stages, follow the plan."""
+        return any(self.is_prepared(one) for one in ([model] if isinstance(model, torch.nn.Module) else model))
 
 
 def _config_of(flags: Sequence[str], settings: dict[str, object], shapes_change: bool) -> LancetConfig:

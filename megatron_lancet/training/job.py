@@ -8,7 +8,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +24,12 @@ from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step, reader_of
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
-from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.support import own_samples
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
-from megatron_lancet.training.run import choose_run, enter_run
+from megatron_lancet.training.run_hook import RunHook
 
 _PORT_IN_USE = "EADDRINUSE"
 
@@ -58,34 +56,30 @@ def run_job(
     """
     check_seams()
     args, config = _read_arguments(device, features)
-    choice = choose_run(args, config, device)
-    say(f"Megatron-Lancet plan: {choice.line}")
+    hook = RunHook()
+    facts = hook.choose(args, config, device)
     for feature in config.features:
-        for line in feature.announce(choice.facts):
+        for line in feature.announce(facts):
             say(f"Megatron-Lancet {line}")
-    note = one_connection_note(device) if choice.plan is not None else None
-    if note is not None:
-        say(f"Megatron-Lancet environment: {note}")
     # Megatron's validation has set it to False; stages then send each other the shape of each message.
     samples = own_samples(args, config)
-    has_plan = choice.plan is not None
+    has_plan = facts.plan is not None
     varies = samples is not None or any(feature.shapes_vary(args, has_plan) for feature in config.features)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
-    with ExitStack() as stack:
+    with hook.changes as changes:
         for feature in config.features:
-            feature.enter(replace(choice.facts, status=status), stack)
-        run = enter_run(stack, choice, device)
-        if choice.plan is not None:
-            run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
-        model_config.pre_wrap_hooks.append(run.setup)
-        status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
+            feature.enter(replace(facts, status=status), changes)
+        hook.change_layers()
+        hook.enter()
+        model_config.pre_wrap_hooks.append(hook)
+        status.describe = lambda: f"{hook.num_steps_done} steps done, {hook.position}"
         forward = functools.partial(forward_step, read=reader_of(args, config))
         exit_status = _train(run_config, datasets or builder_of(samples), forward)
-        run.report()
+        hook.report()
         dist.barrier()
         dist.destroy_process_group()
         if exit_status != 0:

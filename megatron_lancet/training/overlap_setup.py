@@ -128,6 +128,7 @@ class NoOverlap:
     """A hook for Megatron's model builder where there is no plan; it checks that no other rank has one."""
 
     plan = None
+    stages: tuple[LanguageModel, ...] = ()
     delays_weight_grads = False
     position = "in Megatron's own model"
 

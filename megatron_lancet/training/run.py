@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.observe.report_folder import (
     REPORT_FILES,
-    check_report_folder,
     cleared,
     training_counts_more,
 )
@@ -29,42 +27,6 @@ from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.select import choose_plan
-
-
-@dataclass(frozen=True)
-class RunChoice:
-    """How a run trains; the same on all ranks.
-
-    Attributes:
-        line: the plan and its source, for the user.
-    """
-
-    facts: RunFacts
-    line: str
-
-    @property
-    def plan(self) -> Plan | None:
-        """The fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules."""
-        return self.facts.plan
-
-
-def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.device) -> RunChoice:
-    """Choose the plan of a run.
-
-    Args:
-        args: Megatron's arguments, validated.
-        device: device of this rank.
-
-    Raises:
-        UsageError: the user asks for something that the run does not allow.
-    """
-    plan, line = choose_plan(args, config)
-    facts = facts_of_run(args, config, plan, device)
-    check_features(facts)
-    check_report_folder(config.report_dir)
-    line, _ = announced(facts, line)
-    return RunChoice(facts, f"{line}{notes_of_features(facts)}")
 
 
 def facts_of_run(
@@ -107,23 +69,6 @@ def notes_of_features(facts: RunFacts) -> str:
     return "".join(feature.note(facts) for feature in facts.config.features)
 
 
-def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
-    """Change Megatron for the length of ``stack``, before it builds its model.
-
-    Returns:
-        The run. The caller makes its ``setup`` a hook of Megatron's model builder, and calls its ``report`` at the
-        end; both are collective over all ranks.
-
-    Raises:
-        UsageError: the user asks for something that the run does not allow.
-    """
-    stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.fused_core_attention(uses_sdpa(choice.facts.args, choice.facts.config)))
-    run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
-    run.enter(stack)
-    return run
-
-
 class Run:
     """The common parts of both kinds of runs.
 
@@ -135,11 +80,12 @@ class Run:
         recorder: times the steps.
     """
 
-    def __init__(self, choice: RunChoice, device: torch.device) -> None:
-        self.facts, self.config, self.device = choice.facts, choice.facts.config, device
-        self.stats = CommStats(device)
+    def __init__(self, facts: RunFacts) -> None:
+        assert facts.device is not None
+        self.facts, self.config, self.device = facts, facts.config, facts.device
+        self.stats = CommStats(self.device)
         self._features: list[ActiveFeature] = []
-        self.recorder = StepRecorder(self.facts.args, device, self.stats, self._features)
+        self.recorder = StepRecorder(facts.args, self.device, self.stats, self._features)
 
     def _start_features(self) -> None:
         """Lets features join the run, which must be complete otherwise."""
@@ -160,18 +106,18 @@ class Run:
 class StockRun(Run):
     """A run of stock modules, whose steps and all-to-alls are timed. ``setup`` is a hook for Megatron's builder."""
 
-    def __init__(self, choice: RunChoice, device: torch.device) -> None:
-        super().__init__(choice, device)
+    def __init__(self, facts: RunFacts) -> None:
+        super().__init__(facts)
         self.setup = NoOverlap(self._features)
         self._start_features()
 
-    def enter(self, stack: ExitStack) -> None:
-        """Change Megatron for the length of ``stack``."""
+    def enter(self, stack: ExitStack, around_steps: Callable[..., Any]) -> None:
+        """Change Megatron for the length of ``stack``; see :meth:`OverlappedRun.enter`."""
         stack.enter_context(patches.measured_stock_communication(self.stats))
         for feature in self._features:
             feature.enter(stack)
         hooks = [feature.observe for feature in self._features]
-        stack.enter_context(patches.train_step_hooks([*hooks, self.recorder.observe]))
+        stack.enter_context(around_steps([*hooks, self.recorder.observe]))
 
     def _report_to(self, folder: Path | None) -> None:
         self.recorder.report(None, folder)
@@ -189,11 +135,12 @@ class OverlappedRun(Run):
         traced: traces steps for the report; None without ``--lancet-report``.
     """
 
-    def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
-        super().__init__(choice, device)
-        args, config = choice.facts.args, choice.facts.config
+    def __init__(self, facts: RunFacts) -> None:
+        super().__init__(facts)
+        args, config, plan, device = facts.args, facts.config, facts.plan, self.device
+        assert plan is not None
         self.traced: TracedSteps | None = None
-        changes = choice.facts.plan_changes
+        changes = facts.plan_changes
         self.setup = OverlapSetup(
             plan_without_overlap() if changes else plan,
             device,
@@ -210,7 +157,7 @@ class OverlappedRun(Run):
             self.traced = TracedSteps(self.setup, self.recorder, device, self.is_settled)
         self._start_features()
 
-    def enter(self, stack: ExitStack, around_steps: Callable[..., Any] = patches.train_step_hooks) -> None:
+    def enter(self, stack: ExitStack, around_steps: Callable[..., Any]) -> None:
         """Change Megatron for the length of ``stack``.
 
         Args:

@@ -8,7 +8,6 @@ until the process ends.
 import argparse
 import os
 import shlex
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,12 +21,10 @@ from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.megatron.versions import check_versions
-from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
 from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
-from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import refuse_now
-from megatron_lancet.training.run import choose_run, enter_run
+from megatron_lancet.training.run_hook import RunHook
 
 
 def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = None, **inputs: Any) -> Any:
@@ -53,17 +50,18 @@ def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = 
             )
         )
     try:
-        if not any(isinstance(hook, _SpecRun) for hook in config.pre_wrap_hooks):
-            config.pre_wrap_hooks.append(_SpecRun())
+        if not any(isinstance(hook, _SpecHook) for hook in config.pre_wrap_hooks):
+            config.pre_wrap_hooks.append(_SpecHook())
     except UsageError as error:
         refuse_now(error)
     return default_layer_spec(config, vp_stage)
 
 
-class _SpecRun:
-    """A hook for Megatron's model builder that holds the run and the changes to Megatron."""
+class _SpecHook(RunHook):
+    """Megatron's configuration keeps this object, and with it the changes to Megatron, as long as training lasts."""
 
     def __init__(self) -> None:
+        super().__init__()
         check_versions()
         check_seams()
         args = get_args()
@@ -72,23 +70,15 @@ class _SpecRun:
             raise UsageError(f"--spec asks for the overlapping block, but {blocker}.")
         # Megatron has already made its configuration from these flags.
         refuse_mapped_flags(args, config)
-        choice = choose_run(args, config, _device(args))
-        say(f"Megatron-Lancet plan: {choice.line} (--spec)")
-        note = one_connection_note(_device(args))
-        if note is not None:
-            say(f"Megatron-Lancet environment: {note}")
-        # The model's configuration keeps this object, and with it the changes to Megatron, as long as training lasts.
-        self._stack = ExitStack()
-        run = enter_run(self._stack, choice, _device(args))
-        self._setup = run.setup
-        self._stack.enter_context(patches.training_loop_hooks(after=run.report))
-        if self._setup.delays_weight_grads:
-            self._stack.enter_context(patches.late_weight_grads())
+        self.choose(args, config, _device(args), " (--spec)")
+        self.change_layers()
+        self.enter()
+        self.changes.enter_context(patches.training_loop_hooks(after=self.report))
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
         try:
-            return self._setup(stages)
+            return super().__call__(stages)
         except UsageError as error:
             refuse_now(error)
 

@@ -15,6 +15,7 @@ from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
+    "features/bins": ("megatron.training.training",),
     "cli": ("argparse", "sys"),  # the refusals of all tools are one line; their command line
     "features/checkpoints": (
         "megatron.core.dist_checkpointing",
@@ -22,8 +23,10 @@ OWNERS = {
         "megatron.training",
     ),
     "features/comm_priority": ("megatron.core.distributed", "torch.distributed"),  # DDP's reductions
+    "features/comm_sms": ("megatron.core.parallel_state",),
     "features/hugging_face": ("megatron.training.training",),
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
+    "features/placement": ("megatron.training.training",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the same
     "lab/launch": ("sys",),  # the command line that Megatron's parser reads
@@ -34,6 +37,7 @@ OWNERS = {
     "training/platform": ("torch",),  # stand-ins for torch.cuda
 }
 """Whose attributes the files of a folder may replace."""
+_PATCHES = ("bins/loaders.py", "checkpoints/patches.py", "comm_sms/groups.py", "placement/steps.py")
 REPLACING = {"around", "replaced", "setattr", "delattr"}
 
 
@@ -189,11 +193,14 @@ def changed_functions(source: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "path",
-    [*sorted((PACKAGE / "training/megatron").glob("*.py")), PACKAGE / "features/checkpoints/patches.py"],
+    [
+        *sorted((PACKAGE / "training/megatron").glob("*.py")),
+        *(PACKAGE / "features" / name for name in _PATCHES),
+    ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
 def test_changed_functions_are_checked_seams(path):
-    known = SEAMS if path.parent.name == "megatron" else (*SEAMS, *seams_of_checkpoints.SEAMS)
+    known = (*SEAMS, *seams_of_checkpoints.SEAMS) if path.parent.name == "checkpoints" else SEAMS
     seams = {(owner, name) for owner, name, _ in known} | {(checkpointing.maybe_msc, "open")}  # checked by its source
     unchecked = {(pkgutil.resolve_name(owner), name) for owner, name in changed_functions(path.read_text())} - seams
     assert unchecked == set()

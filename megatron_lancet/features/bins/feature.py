@@ -15,9 +15,9 @@ from megatron_lancet.features.bins.dataset import DocumentDataset
 from megatron_lancet.features.bins.exchange import Exchange
 from megatron_lancet.features.bins.flags import BinsFlags
 from megatron_lancet.features.bins.limits import FLAG, bin_settings, bins_note, check_bins, most_positions
+from megatron_lancet.features.bins.loaders import data_loaders
 from megatron_lancet.features.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
 from megatron_lancet.report.summary import tokens_per_second
-from megatron_lancet.training.megatron.patches import data_loaders
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.run import Run

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.features.comm_sms.groups import bounded_expert_groups
 from megatron_lancet.features.comm_sms.margins import (
     NCCL_MOST,
     TE_VARIABLES,
@@ -23,7 +24,6 @@ from megatron_lancet.features.comm_sms.margins import (
 )
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.platform.launcher import MOCKED, is_mocked
 
 FLAG = "--lancet-comm-sms"

@@ -18,11 +18,12 @@ from megatron_lancet.features.placement.placement import (
     placement_note,
 )
 from megatron_lancet.features.placement.rebalance import Rebalancer, check_can_rebalance
+from megatron_lancet.features.placement.steps import optimizer_of_steps
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.training.megatron import checkpoint_patches, patches
+from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.plan.dispatch import nodes_of
 from megatron_lancet.training.run import OverlappedRun, Run
 
@@ -87,7 +88,7 @@ class ActivePlacement(ActiveFeature):
         check = partial(check_reshardable, self._args)
         stack.enter_context(checkpoint_patches.arguments_before_loading(check))
         if self._rebalancer is not None:
-            stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
+            stack.enter_context(optimizer_of_steps(self._rebalancer.take_optimizer))
 
     def adopt(self, stages: Sequence[LanguageModel], comm: Comm) -> None:
         """Puts experts at their slots."""

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
-from megatron.core.datasets.utils import Split
+from megatron.core import num_microbatches_calculator, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,15 +23,11 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
-from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
-
-EXPERT_GROUPS = ("ep", "tp_ep_mp")
-"""Megatron's names of the process groups on which a plan's rows and token counts are sent."""
 
 type StepHook = Callable[[Callable[[], Any]], Any]
 """Receives a training step, runs it once and returns its result; does its own work before and after."""
@@ -52,33 +47,6 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def dropped_outputs() -> AbstractContextManager[None]:
     """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
-
-
-def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
-    """Lets NCCL's kernels of the expert-parallel groups that Megatron makes inside the context take ``max_ctas`` SMs at
-    most.
-
-    Other options of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups`` stay.
-
-    Args:
-        max_ctas: most thread blocks of a kernel, each of which takes an SM; None for NCCL's own choice.
-    """
-    if max_ctas is None:
-        return nullcontext()
-
-    def options(stock: Any, pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
-        if pg_name not in EXPERT_GROUPS:
-            return stock(pg_name, nccl_comm_cfgs)
-        given = nccl_comm_cfgs.get(pg_name, {})
-        for name, contradicts in (("max_ctas", max_ctas.__ne__), ("min_ctas", max_ctas.__lt__)):
-            if name in given and contradicts(given[name]):
-                raise UsageError(
-                    f"--lancet-comm-sms {max_ctas} contradicts --nccl-communicator-config-path, where {name} of "
-                    f"{pg_name} is {given[name]}. Drop one of the two."
-                )
-        return stock(pg_name, {**nccl_comm_cfgs, pg_name: {**given, "max_ctas": max_ctas}})
-
-    return around(parallel_state, "get_nccl_options", options)
 
 
 def fused_core_attention(needed: bool) -> AbstractContextManager[None]:
@@ -145,16 +113,6 @@ def padding_mask_of_losses() -> AbstractContextManager[None]:
     return around(GPTModel, "forward", forward)
 
 
-def optimizer_of_steps(take: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Calls ``take`` with the optimizer of each training step, before the step."""
-
-    def train_step(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        take(inspect.signature(stock).bind(*args, **kwargs).arguments["optimizer"])
-        return stock(*args, **kwargs)
-
-    return around(training, "train_step", train_step)
-
-
 def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
     """Lets Megatron log further losses of routers in addition to its own, which it names one by one.
 
@@ -167,23 +125,6 @@ def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
         return stock(*args, **kwargs)
 
     return around(MoEMetricsTracker, "report", report)
-
-
-def data_loaders(wrap: Callable[[Any, bool], Any]) -> AbstractContextManager[None]:
-    """Lets other iterables take the place of the data loaders that Megatron builds inside the context.
-
-    Args:
-        wrap: receives a loader and whether it is for validation or test; returns what takes its place.
-    """
-
-    def build(stock: Any, dataset: Any, consumed_samples: int) -> Any:
-        loader = stock(dataset, consumed_samples)
-        if loader is None:
-            return None
-        split = dataset.split if hasattr(dataset, "split") else dataset.index_split
-        return wrap(loader, split in (Split.valid, Split.test))
-
-    return around(training, "build_pretraining_data_loader", build)
 
 
 def training_loop_hooks(

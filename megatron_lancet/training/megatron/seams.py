@@ -41,7 +41,6 @@ from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
-from megatron_lancet.training.megatron.patches import EXPERT_GROUPS
 
 type Seam = tuple[Any, str, tuple[str, ...]]
 """A module or class, the name of a function in it, and the names of the parameters that are used."""
@@ -182,6 +181,9 @@ _ON_VIRTUAL_GPU: tuple[Seam, ...] = (
     (fused_bias_swiglu, "bias_swiglu_back", ()),
     (fused_bias_swiglu, "weighted_swiglu_back", ()),
 )
+
+EXPERT_GROUPS = ("ep", "tp_ep_mp")
+"""Megatron's names of the process groups on which a plan's rows and token counts are sent."""
 
 SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_ON_VIRTUAL_GPU)
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
 from megatron_lancet.features.comm_sms.feature import COMM_SMS, CommSmsFlags, check_comm_sms
+from megatron_lancet.features.comm_sms.groups import bounded_expert_groups
 from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, norms_leave, products_leave
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
@@ -26,8 +27,7 @@ from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
 from megatron_lancet.training import spec
-from megatron_lancet.training.megatron import patches, seams
-from megatron_lancet.training.megatron.patches import bounded_expert_groups
+from megatron_lancet.training.megatron import seams
 from tests.unit.training.configs import config_with
 
 BOUND = config_with(CommSmsFlags(8))
@@ -114,7 +114,7 @@ def test_bound_on_sms_must_agree_with_users_communicator_config(given, message):
 
 
 def test_group_that_takes_options_from_elsewhere_is_missing_seam(monkeypatch):
-    monkeypatch.setattr(seams, "EXPERT_GROUPS", (*patches.EXPERT_GROUPS, "experts"))
+    monkeypatch.setattr(seams, "EXPERT_GROUPS", (*seams.EXPERT_GROUPS, "experts"))
     with pytest.raises(UsageError, match="NCCL's options of group experts in initialize_model_parallel"):
         seams.check_seams()
 

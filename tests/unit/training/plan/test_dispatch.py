@@ -22,7 +22,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
-from megatron_lancet.training.run import choose_run
+from megatron_lancet.training.run_hook import RunHook
 from tests.unit.training.configs import changed, config_with
 from tests.unit.training.validated import parsed
 
@@ -216,7 +216,7 @@ def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp
 
 def _connected(args, config):
     """The nodes that a run with this plan connects."""
-    facts = choose_run(args, config, CPU).facts
+    facts = RunHook().choose(args, config, CPU)
     if facts.plan is None:
         return None
     return nodes_to_connect(args, config, facts.plan, facts.plan_changes)
