@@ -21,10 +21,6 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 Defer = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes output gradients and inputs, the factors of a dW, which is computed later."""
 
-_MIN_ROWS = 16
-"""A CPU multiplies few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
-many, the rows of a part have the bits that they have among all rows, as long as sums have some hundred summands."""
-
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
     """``input @ weight.T + bias`` like Megatron's own, except that dW goes to the store.
@@ -202,8 +198,8 @@ class _DeferredWeightGrad(LinearByPlan):
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        is_exact_part = self.store.part is not None and not self.accumulate_in_gemm and not on_cuda(weight)
-        min_rows = _MIN_ROWS if is_exact_part else 0
+        part, is_exact = self.store.part, not (self.accumulate_in_gemm or on_cuda(weight))
+        min_rows = part.min_rows if part is not None and is_exact else 0
         return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 
 
