@@ -2,10 +2,10 @@
 
     python -m benchmarks.parts.tensor_parallel [--output FILE.json]
 
-No GPU, about a minute on one core. Recipes are Megatron-Bridge 0.6.2's for H100, in bf16, without multi-token
-prediction. Each is estimated twice (``lancet estimate``): as it is, and with gathers and scatters that cost nothing. So
-the gain is an upper bound: nothing hides all of them. "hidden" is the step of the fastest plan over its step with free
-gathers. A backward's second gather, for the weight gradient, runs beside a product and counts nothing.
+No GPU, about a minute on an idle core. Recipes are Megatron-Bridge 0.6.2's for H100, in bf16, without multi-token
+prediction. Each is estimated twice (``lancet estimate``): as it is, and with gathers and scatters that cost nothing.
+The last column is the step of the fastest plan over its step with free gathers: an upper bound, since nothing hides all
+of them. A backward's second gather, for the weight gradient, runs beside a product and counts nothing.
 """
 
 import logging
@@ -42,18 +42,19 @@ _LATENT = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-h
 _LATENT += "--v-head-dim 128 --qk-layernorm --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 "
 _LATENT += "--moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 "
 _LATENT += "--moe-router-score-function sigmoid --moe-router-load-balancing-type seq_aux_loss "
-_LATENT += "--pipeline-model-parallel-layout Et|(tt|)*30L --recompute-granularity selective "
-_LATENT += "--recompute-modules mla_up_proj mlp"
-_V3 = f"{_LATENT} --num-attention-heads 128 --num-experts 256 --moe-layer-freq [0]*3+[1]*58 --vocab-size 129280"
-_K2 = f"{_LATENT} --num-attention-heads 64 --num-experts 384 --moe-layer-freq [0]+[1]*60 --vocab-size 163840"
+_LATENT += "--recompute-granularity selective --recompute-modules mla_up_proj mlp --pipeline-model-parallel-layout"
+_32_STAGES, _16_STAGES = "Et|(tt|)*30L", "Etttt|(tttt|)*14tL"
+_V3 = "--num-attention-heads 128 --num-experts 256 --moe-layer-freq [0]*3+[1]*58 --vocab-size 129280"
+_K2 = "--num-attention-heads 64 --num-experts 384 --moe-layer-freq [0]+[1]*60 --vocab-size 163840"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 RECIPES = {
     "Qwen3-30B, TP4 PP2 EP4": (1, f"{_30B} {_FULL} --global-batch-size 256", (4, 2, 4)),
     "Qwen3-235B, TP2 PP8 EP32": (32, f"{_235B} --global-batch-size 8192", (2, 8, 32)),
     "Qwen3-235B, TP4 PP16 EP8": (32, f"{_235B} --global-batch-size 8192", (4, 16, 8)),
-    "DeepSeek-V3, TP2 PP8 EP64": (128, f"{_V3} --global-batch-size 16384", (2, 8, 64)),
-    "Kimi K2, TP8 PP16 EP64": (128, f"{_K2} --global-batch-size 8192", (8, 16, 64)),
+    "DeepSeek-V3, TP2 PP8 EP64": (128, f"{_LATENT} {_32_STAGES} {_V3} --global-batch-size 16384", (2, 8, 64)),
+    "Kimi K2, TP2 PP16 EP32": (64, f"{_LATENT} {_16_STAGES} {_K2} --global-batch-size 4096", (2, 16, 32)),
+    "Kimi K2, TP8 PP16 EP64": (128, f"{_LATENT} {_32_STAGES} {_K2} --global-batch-size 8192", (8, 16, 64)),
 }
 """Nodes, flags, and tensor, pipeline and expert parallel sizes, by name."""
 LINKS = {"NVLink": "nvlink", "PCIe 5": "512"}
