@@ -106,9 +106,7 @@ def test_contradictions_are_refused(megatron_args, wishes, message):
 
 def test_tiles_by_expert_need_plain_rows_and_an_expert_each(megatron_args, tmp_path):
     args, asks = megatron_args(), TilesByExpert(2)
-    with pytest.raises(
-        UsageError, match="experts:2 is not possible: the rows of --lancet-dispatch dedup go to"
-    ):
+    with pytest.raises(UsageError, match="experts:2 is not possible: the rows of --lancet-dispatch dedup go to"):
         choose_plan(args, config_with(tiles=asks, dispatch=DEDUP))
     few = rf"a rank has {args.num_experts // 2} for 99 tiles. .* or ask for fewer tiles"
     with pytest.raises(UsageError, match=few):
