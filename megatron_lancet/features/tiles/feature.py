@@ -89,7 +89,8 @@ class TilesFeature(Feature):
     def choices(self, limits: Limits) -> str:
         """The numbers of tiles that plans may have."""
         numbers = (0, *TRIED) if limits.tiles is None else limits.tiles
-        return f"tiles {' or '.join(str(number) if number else 'none' for number in numbers)}"
+        kind = " by expert" if LocalTokens.BY_EXPERT in limits.local_tokens else ""
+        return f"tiles {' or '.join(str(number) if number else 'none' for number in numbers)}{kind}"
 
 
 def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker | None:
