@@ -180,9 +180,8 @@ class _DeferredWeightGrad(LinearByPlan):
         self._put(lambda: factors, factors.num_bytes)
 
     def _put(self, factors: Callable[[], Factors], num_bytes: int) -> None:
-        deferred, in_gemm = self.deferred, self.accumulate_in_gemm
+        deferred, in_gemm, is_fused = self.deferred, self.accumulate_in_gemm, self.gradient_accumulation_fusion
         sum_first = self.has_several_uses and not in_gemm
-        is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:

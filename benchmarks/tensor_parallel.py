@@ -1,6 +1,6 @@
 """How much of a step tensor parallelism's gathers and scatters take, and what hiding all of them could gain: predicted.
 
-    python -m benchmarks.parts.tensor_parallel > benchmarks/parts/tensor_parallel_predicted.txt
+    python -m benchmarks.tensor_parallel > benchmarks/tensor_parallel_predicted.txt
 
 No GPU, about a minute on an idle core. Recipes are Megatron-Bridge 0.6.2's for H100, in bf16, without multi-token
 prediction. Each is estimated twice (``lancet estimate``): as it is, and with gathers and scatters that cost nothing.
