@@ -130,8 +130,15 @@ OVERLAPPING = {
 }
 
 
+FURTHER = "EP4", "EP2xTP2"
+"""Other tests have one chunk of these in the real loop; gradients of their chunks are in ``parity/gradients``."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(flags, id=name, marks=[pytest.mark.nightly] * (name in FURTHER)) for name, flags in OVERLAPPING.items()],
+)
 def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
     batch = LARGER_BATCH if layout[2:4] == PIPELINE else []
     ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout, *batch], tmp_path, 4, NUM_ITERS)
