@@ -3,8 +3,10 @@
 import copy
 import re
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,6 +49,7 @@ from tests.parity.gradients.variants import (
     CUTS,
     DW_MEMORY_CASES,
     FORCED,
+    FURTHER,
     HYBRID,
     MICRO_BATCH_OF_ONE,
     SEGMENTED,
@@ -419,6 +422,20 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
     }
 
 
+def rows() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Comparisons of a model under a fixed plan, by name."""
+    chunked = [(f"{name}/k={k}", model, k) for name, model in VARIANTS.items() for k in chunk_counts(name)]
+    chunked += [(f"{name}/k={k}", model, k) for name, model in FORCED.items() for k in (1, 3)]
+    found = {name: partial(compare, model, num_chunks) for name, model, num_chunks in chunked}
+    return found | {cut_name(name, k, cut): partial(compare, model, k, **cut) for name, model, k, cut in CUTS}
+
+
+def further_results() -> dict[str, Any]:
+    """What is found for the rows that only run at night."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return {name: run() for name, run in rows().items() if name in FURTHER}
+
+
 def all_results() -> dict[str, Any]:
     """What is found for each case, by its name."""
     with parallel({"expert_model_parallel_size": 2}):
@@ -428,17 +445,9 @@ def all_results() -> dict[str, Any]:
 def results_on_two_ranks() -> dict[str, Any]:
     from tests.parity.gradients.switching import switching_cases
 
-    results: dict[str, Any] = {}
-    for name, overrides in VARIANTS.items():
-        for num_chunks in chunk_counts(name):
-            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
-    for name, overrides in FORCED.items():
-        for num_chunks in (1, 3):
-            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    results: dict[str, Any] = {name: run() for name, run in rows().items() if name not in FURTHER}
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)
-    for name, overrides, num_chunks, cut in CUTS:
-        results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
     with replaced(sys.modules[__name__], "MICRO_BATCH", 1):
         for name, (num_chunks, cut) in MICRO_BATCH_OF_ONE.items():
             results[name] = compare({}, num_chunks, **cut)
