@@ -1,7 +1,7 @@
 """A feature is its folder and its line of the registry: without both, all else imports, type-checks and trains.
 
-mypy reads what a file imports and nothing else. No file imports a feature but its own (``tests/unit/test_imports.py``),
-so what type-checks without all features at once does so without each of them: one run of mypy in place of a dozen.
+mypy reads what a file imports and nothing else. No file imports a feature but its own, also for annotations alone
+(``tests/unit/test_imports.py``), so mypy runs at night only, and once: without all features.
 """
 
 import itertools
@@ -87,7 +87,7 @@ def test_rest_imports_and_trains_without_one_part_alone(tmp_path, token_data):
     assert {name: found[name] for name in ALONE} == dict.fromkeys(ALONE, ""), found["stderr"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_rest_type_checks_without_all_of_them(tmp_path):
     """With mypy's cache of the repository, where there is one: files that stay are not checked again."""

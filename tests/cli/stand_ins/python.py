@@ -1,8 +1,9 @@
 """Stands in for an interpreter: a fork of a process that has imported torch and Megatron does the work.
 
-``python.py -m MODULE ARGUMENTS...``, for a module of :data:`MODULES`, or ``python.py [-u] SCRIPT ARGUMENTS...``, with the
-environment, output, signals and status that the interpreter itself would have. $PRELOADED names the socket of the process that
-forks. With $SLURM_STAND_IN this process and its fork write their ids to the file $SLURM_STAND_IN/node<SLURM_NODEID>.
+``python.py -m MODULE ARGUMENTS...``, with a module of :data:`MODULES`, or ``python.py [-u] SCRIPT ARGUMENTS...``, with
+the environment, output, signals and status that the interpreter itself would have. $PRELOADED names the socket of the
+process that forks. With $SLURM_STAND_IN this process and its fork write their ids to the file
+$SLURM_STAND_IN/node<SLURM_NODEID>.
 """
 
 import os

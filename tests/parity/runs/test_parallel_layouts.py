@@ -137,7 +137,10 @@ FURTHER = "EP4", "EP2xTP2"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(flags, id=name, marks=[pytest.mark.nightly] * (name in FURTHER)) for name, flags in OVERLAPPING.items()],
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.nightly] * (name in FURTHER))
+        for name, flags in OVERLAPPING.items()
+    ],
 )
 def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
     batch = LARGER_BATCH if layout[2:4] == PIPELINE else []
