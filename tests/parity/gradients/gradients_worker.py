@@ -430,19 +430,15 @@ def rows() -> dict[str, Callable[[], dict[str, Any]]]:
     return found | {cut_name(name, k, cut): partial(compare, model, k, **cut) for name, model, k, cut in CUTS}
 
 
+@parallel({"expert_model_parallel_size": 2})
 def further_results() -> dict[str, Any]:
     """What is found for the rows that only run at night."""
-    with parallel({"expert_model_parallel_size": 2}):
-        return {name: run() for name, run in rows().items() if name in FURTHER}
+    return {name: run() for name, run in rows().items() if name in FURTHER}
 
 
+@parallel({"expert_model_parallel_size": 2})
 def all_results() -> dict[str, Any]:
     """What is found for each case, by its name."""
-    with parallel({"expert_model_parallel_size": 2}):
-        return results_on_two_ranks()
-
-
-def results_on_two_ranks() -> dict[str, Any]:
     from tests.parity.gradients.switching import switching_cases
 
     results: dict[str, Any] = {name: run() for name, run in rows().items() if name not in FURTHER}
@@ -453,10 +449,8 @@ def results_on_two_ranks() -> dict[str, Any]:
             results[name] = compare({}, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
-    for name, (overrides, plan) in SEGMENTED.items():
-        results[name] = compare_plan(overrides, plan)
-    for name, plan in WITH_GAPS.items():
-        results[name] = compare_plan({}, plan, erratic_wire)
+    results |= {name: compare_plan(*case) for name, case in SEGMENTED.items()}
+    results |= {name: compare_plan({}, plan, erratic_wire) for name, plan in WITH_GAPS.items()}
     for feature in (dedup, tiles, comm_dtype_cases, row_bound, placement):
         for name, case in feature.CASES.items():
             results[name] = compare_case(case)
