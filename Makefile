@@ -2,6 +2,8 @@
 # wheel: each sets up everything it needs in .venv first, once; later calls start at once and work offline.
 # PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
+# With it, each of a hundred processes that tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin

@@ -14,7 +14,6 @@ LONGEST = (
     "tests/parity/gradients/test_gradients_in_layouts.py",
     "tests/cli/benchmarks/test_demo.py",
     "tests/features/test_deleted_features.py",
-    "tests/gpu/check/test_smoke.py",
     "tests/virtual_gpu/test_cases.py",
     "tests/parity/stock_overlap/test_stock_overlap.py",
     "tests/gpu/check/test_gradients.py",

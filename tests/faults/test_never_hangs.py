@@ -10,6 +10,7 @@ import pytest
 from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
 
 from tests.ranks import launch
+from tests.ranks.preloaded import Rank
 from tests.ranks.pretraining import EP2, command_line, parse_log
 
 pytestmark = pytest.mark.distributed
@@ -209,46 +210,39 @@ def test_unchecked_nan_activations_pass_as_in_stock(with_nan):
     assert "lm loss" not in logged[1][1]
 
 
+PEERS_WORKER = launch.REPO / "tests/faults/peers_worker.py"
+HOPS = {"node_dispatch": "kill", "local_dispatch": "stop", "local_combine": "kill", "node_combine": "stop"}
+"""Messages, and the fault that the last rank meets before each of them."""
+
+
+def outputs_beside(processes: Sequence[Rank], folder: Path) -> list[str]:
+    """What all ranks but the last one, which meets a fault, have printed."""
+    try:
+        results = launch.finish(processes[:-1], folder, ENDS_WITHIN_S)
+    finally:
+        processes[-1].kill()
+        processes[-1].wait()
+    assert [result.returncode for result in results] == [1] * len(results)
+    return [result.output for result in results]
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize(("fault", "what"), [("kill", "closed the connection"), ("stop", "sent nothing for 3 s")])
-def test_error_names_the_silent_rank_among_several_peers(tmp_path, fault, what):
+def test_error_names_the_silent_rank_among_several_peers(tmp_path):
     """Among three ranks, messages between the two that are left fail, too."""
-    processes = launch.start(launch.REPO / "tests/faults/peers_worker.py", [fault], 3, tmp_path)
-    try:
-        results = launch.finish(processes[:2], tmp_path, ENDS_WITHIN_S)
-    finally:
-        processes[2].kill()
-        processes[2].wait()
-    for rank, result in enumerate(results):
-        assert result.returncode == 1
-        assert f"rank {rank} gave up on L2.c0.F.combine (layer 2, chunk 0, forward, combine): rank 2 {what}." in (
-            result.output
-        )
+    what = {"kill": "closed the connection", "stop": "sent nothing for 3 s"}
+    started = {fault: launch.start(PEERS_WORKER, [fault], 3, tmp_path / fault) for fault in what}
+    for fault, processes in started.items():
+        for rank, output in enumerate(outputs_beside(processes, tmp_path / fault)):
+            line = f"rank {rank} gave up on L2.c0.F.combine (layer 2, chunk 0, forward, combine): rank 2 {what[fault]}."
+            assert line in output
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        ("kill", "node_dispatch"),
-        ("stop", "local_dispatch"),
-        ("kill", "local_combine"),
-        ("stop", "node_combine"),
-    ],
-)
-def test_error_in_a_hop_names_the_silent_rank(tmp_path, fault, kind):
+def test_error_in_a_hop_names_the_silent_rank(tmp_path):
     """Rank 0 is not connected to rank 3, but to ranks 1 and 2, which are."""
-    processes = launch.start(launch.REPO / "tests/faults/peers_worker.py", [fault, kind], 4, tmp_path)
-    try:
-        results = launch.finish(processes[:3], tmp_path, ENDS_WITHIN_S)
-    finally:
-        processes[3].kill()
-        processes[3].wait()
-    hops = "node_dispatch|local_dispatch|local_combine|node_combine"
-    what = "closed the connection" if fault == "kill" else "sent nothing for 3 s"
-    for rank, result in enumerate(results):
-        assert result.returncode == 1
-        assert re.search(
-            rf"rank {rank} gave up on L([23])\.c0\.F\.({hops}) \(layer \1, chunk 0, forward, \2\): rank 3 {what}\.",
-            result.output,
-        ), result.output
+    started = {kind: launch.start(PEERS_WORKER, [fault, kind], 4, tmp_path / kind) for kind, fault in HOPS.items()}
+    for kind, processes in started.items():
+        what = "closed the connection" if HOPS[kind] == "kill" else "sent nothing for 3 s"
+        for rank, output in enumerate(outputs_beside(processes, tmp_path / kind)):
+            op = rf"L([23])\.c0\.F\.({'|'.join(HOPS)}) \(layer \1, chunk 0, forward, \2\)"
+            assert re.search(rf"rank {rank} gave up on {op}: rank 3 {what}\.", output), (kind, output)

@@ -1,7 +1,7 @@
-"""Copies of the package without one feature: deleted.py FOLDER DATA CASE..., where FOLDER/CASE has each copy.
+"""Copies of the package without some features: deleted.py FOLDER DATA CASE..., where FOLDER/CASE has each copy.
 
-Megatron, and what else the package imports, is imported once. Then each copy gets two forked ranks, which train a plain
-chunked step; the first one imports every module of the copy before. Prints a line of JSON for each copy.
+Megatron, and what else the package imports, is imported once. Then a forked process imports every module of a copy, and
+forks two ranks, which train a plain chunked step. Prints a line of JSON for each copy.
 """
 
 import faulthandler
@@ -13,7 +13,9 @@ import secrets
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 NUM_RANKS = 2
@@ -28,40 +30,33 @@ STEP = (
 ).split()
 
 
-def import_all(copy: Path) -> None:
-    """Imports every module of a copy."""
+def import_all(copy: Path) -> str:
+    """Imports every module of a copy; returns the names of the modules of other packages that it imports."""
     sys.path.insert(0, str(copy))
     package = importlib.import_module("megatron_lancet")
     assert package.__file__ == str(copy / "megatron_lancet/__init__.py")
     for module in pkgutil.walk_packages(package.__path__, "megatron_lancet."):
         importlib.import_module(module.name)
+    return "\n".join(name for name in sys.modules if name.partition(".")[0] != "megatron_lancet")
 
 
-def import_packages_of(copy: Path) -> None:
-    """Imports the modules of other packages that a copy imports, as a forked process finds them."""
+def forked(work: Callable[[], str]) -> str:
+    """Returns what a forked process finds; its traceback if it fails."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with suppress(BaseException), os.fdopen(write, "w") as names:
-            import_all(copy)
-            names.write("\n".join(name for name in sys.modules if name.partition(".")[0] != "megatron_lancet"))
+        try:
+            found = work()
+        except BaseException:  # noqa: BLE001 -- the parent prints it
+            found = traceback.format_exc()
+        with os.fdopen(write, "w") as out:
+            out.write(found)
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as names:
-        found = names.read().split("\n")
+    with os.fdopen(read) as out:
+        found = out.read()
     os.waitpid(pid, 0)
-    for name in found:
-        with suppress(ImportError):  # a module that another one has put there
-            importlib.import_module(name or "sys")
-
-
-def train(copy: Path, data: str) -> None:
-    """As a rank: trains a step with a copy; the first rank imports all of it before."""
-    if os.environ["RANK"] == "0":
-        import_all(copy)
-    sys.path.insert(0, str(copy))
-    sys.argv = ["pretrain_gpt_moe.py", *STEP, "--data-path", data]
-    importlib.import_module("megatron_lancet.training.pretrain").main()
+    return found
 
 
 def free_port() -> int:
@@ -73,30 +68,36 @@ def free_port() -> int:
             return port
 
 
-def ranks_of(copy: Path, data: str) -> str:
-    """Runs the ranks of a copy; returns their output, empty if all went well."""
+def train(copy: Path, rank: int, port: int, data: str) -> None:
+    """As a rank: trains a step with a copy, and ends the process."""
+    status = 1
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    log = os.open(copy / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs says where
+    sys.argv = ["pretrain_gpt_moe.py", *STEP, "--data-path", data]
+    try:
+        importlib.import_module("megatron_lancet.training.pretrain").main()
+        status = 0
+    except SystemExit as ended:
+        status = 0 if ended.code in (None, 0) else 1
+    except (Exception, KeyboardInterrupt):  # noqa: BLE001 -- the parent prints it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def flaw_of(copy: Path, data: str) -> str:
+    """Imports a copy and runs its ranks; returns their output, empty if all went well."""
+    import_all(copy)
     pids, port = [], free_port()
     for rank in range(NUM_RANKS):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            log = os.open(copy / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that hangs says where
-            try:
-                train(copy, data)
-                status = 0
-            except SystemExit as ended:
-                status = 0 if ended.code in (None, 0) else 1
-            except (Exception, KeyboardInterrupt):  # noqa: BLE001 -- the parent prints it
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        pids.append(pid)
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            train(copy, rank, port, data)
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     outputs = [(copy / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
     if any(statuses) or "(chunks=2 dim=batch" not in outputs[0]:
@@ -108,9 +109,12 @@ def main() -> None:
     import megatron.training  # noqa: F401
 
     folder, data, *cases = sys.argv[1:]
-    import_packages_of(Path(folder) / cases[0])
-    for case in cases:
-        found = {"case": case, "error": ranks_of(Path(folder) / case, data)}
+    copies = [Path(folder) / case for case in cases]
+    for name in forked(partial(import_all, copies[0])).split("\n"):
+        with suppress(ImportError):  # a module that another one has put there
+            importlib.import_module(name or "sys")
+    for copy in copies:
+        found = {"case": copy.name, "error": forked(partial(flaw_of, copy, data))}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

@@ -9,7 +9,6 @@ asks whether that pays: ``weights`` without what the optimizer keeps of them, el
 import functools
 import json
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,9 +34,6 @@ def recording(losses: list[dict[str, float]], classes: set[str]):
         classes.update(type(module).__module__ for stage in model for module in stage.modules())
         loss_dict, grad_norm = result[0], result[5]
         losses.append({"grad norm": float(grad_norm), **{name: v.item() for name, v in loss_dict.items()}})
-        kill_at = int(os.environ.get("LANCET_TEST_KILL_AFTER_STEP", "0"))
-        if kill_at == len(losses) and os.environ["RANK"] == os.environ["LANCET_TEST_KILL_RANK"]:
-            os.kill(os.getpid(), signal.SIGKILL)
         return result
 
     return train_step

@@ -48,25 +48,11 @@ def test_overrides_are_found(source):
     assert list(overrides(source))
 
 
-def test_uses_of_hypothesis_that_override_nothing_are_not_found():
-    assert not list(overrides("from hypothesis import HealthCheck, example, given\nfrom hypothesis import strategies"))
-
-
 @pytest.mark.parametrize("name", [draws.SAME, draws.NIGHTLY])
 def test_no_profile_reads_a_clock(name):
     profile = settings.get_profile(name)
     assert profile.deadline is None
     assert HealthCheck.too_slow in profile.suppress_health_check
-
-
-def test_this_run_has_our_profile_and_number_of_examples():
-    expected = draws.NIGHTLY if draws.is_nightly() else draws.SAME
-    assert settings().show_changed() == settings.get_profile(expected).show_changed()
-    assert draws.factor() == (draws.FACTOR if draws.is_nightly() else 1)
-    chosen = draws.examples(7, [HealthCheck.data_too_large])
-    assert chosen.max_examples == 7 * draws.factor()
-    assert set(chosen.suppress_health_check) == {HealthCheck.too_slow, HealthCheck.data_too_large}
-    assert (chosen.derandomize, chosen.deadline) == (not draws.is_nightly(), None)
 
 
 @pytest.mark.parametrize("seed", [None, "today"])

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 PYTHON = REPOSITORY / "tests/cli/stand_ins/python.py"
 STAND_IN = """#!/bin/sh
-[ "$1 $2" = "-m benchmarks.demo.rank" ] && exec {python} "$@"
 exec {python} -S -E {stand_in} "$@"
 """
 WITH_STAND_IN = """
@@ -46,8 +45,7 @@ def arguments(output: Path, *options: str) -> list[str]:
 def whole_demo(folder: Path, words: Sequence[str]) -> str:
     """Runs a demo to its end; returns what it printed.
 
-    Its tools, torchrun and torchrun's ranks are forked: imports would be most of their time. The short demo's ranks get
-    pipes from it, so they are processes of their own.
+    Its tools, torchrun and all ranks are forked: imports would be most of their time.
     """
     interpreter = folder / "python"
     interpreter.write_text(STAND_IN.format(python=sys.executable, stand_in=PYTHON))

@@ -1,13 +1,11 @@
 """The benchmark of evaluation on a real, small network: equal losses, bytes that replicas save, and what it writes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[3]
+from tests.cli.benchmarks.runs import run_bench
+
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "3", "--sweeps", "1", "--rate", "100"]
 
 
@@ -17,13 +15,7 @@ TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "3
 @pytest.mark.usefixtures("shaped_network")
 def test_a_small_run_has_equal_losses_and_fewer_bytes(tmp_path):
     chosen = ["--cases", "45", "--variants", "replicas-8", "tiles-1", "--output", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "benchmarks.evaluation", *TINY, *chosen]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        output, errors = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
+    output, _ = run_bench("evaluation", *TINY, *chosen)
     assert "batch ms, median" in output
     result = json.loads((tmp_path / "run.json").read_text())
     (case,) = result["cases"]

@@ -1,8 +1,5 @@
 """The prediction benchmark on a real, small network: it profiles, predicts, runs, and writes all of it."""
 
-import json
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -17,9 +14,8 @@ from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
+from tests.cli.benchmarks.runs import run_on_network
 
-REPO = Path(__file__).parents[3]
-TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--rate", "100"]
 CONFIGURATIONS = ["k1", "experts-k4-dw", "sequence-k2-dw", "planned"]
 
 
@@ -29,9 +25,8 @@ CONFIGURATIONS = ["k1", "experts-k4-dw", "sequence-k2-dw", "planned"]
 def test_run_predicts_from_its_profile_and_measures_same_plans(tmp_path):
     (tmp_path / "timelines").mkdir()
     chosen = ["--cases", "skewed", "--configurations", *CONFIGURATIONS, "--timelines", str(tmp_path / "timelines")]
-    pid, output = run_bench(tmp_path, *chosen)
+    output, result, tables = run_on_network("prediction", tmp_path, *chosen)
     assert "4 configurations: error of the step time" in output
-    result = json.loads((tmp_path / "run.json").read_text())
     (case,) = result["cases"]
     assert list(case["predictions"]) == CONFIGURATIONS
     profile = from_plain(Profile, case["profile"], "profile")
@@ -45,9 +40,7 @@ def test_run_predicts_from_its_profile_and_measures_same_plans(tmp_path):
         assert [timeline.rank for timeline in record.measured] == [0, 1]
         computed = {span.name for span in record.measured[0].spans if span.name.endswith(".experts")}
         assert computed == {span.name for span in record.predicted[0].spans if span.name.endswith(".experts")}
-    assert "| experts-k4-dw |" in (tmp_path / "run.md").read_text()
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"lancet-{pid}-" not in listed
+    assert "| experts-k4-dw |" in tables
 
 
 @pytest.mark.nightly
@@ -58,9 +51,9 @@ def test_paired_plans_are_predicted_from_an_unpaired_profile(tmp_path):
     """Gradients are compared with stock's inside, to the bit where nothing is cut."""
     (tmp_path / "timelines").mkdir()
     chosen = ["--cases", "45-m4", "--configurations", "k1", "paired-k1", "paired-mix", "planned"]
-    _, output = run_bench(tmp_path, *chosen, "--timelines", str(tmp_path / "timelines"))
+    output, result, _ = run_on_network("prediction", tmp_path, *chosen, "--timelines", tmp_path / "timelines")
     assert "with pairing: median" in output
-    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    (case,) = result["cases"]
     profile = from_plain(Profile, case["profile"], "profile")
     assert profile.model.num_micro_batches == 4
     assert all("paired" not in name for name in profile.measured_steps_ms)
@@ -78,8 +71,8 @@ def test_paired_plans_are_predicted_from_an_unpaired_profile(tmp_path):
 def test_every_dispatch_is_profiled_predicted_and_measured(tmp_path):
     """Gradients are compared with stock's inside. The link is the one that is not shaped."""
     chosen = ["--cases", "unshaped-nodes-top4", "--configurations", "k1", "dedup-k1", "two-hop-k2", "planned"]
-    _, output = run_bench(tmp_path, *chosen)
-    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    output, result, _ = run_on_network("prediction", tmp_path, *chosen)
+    (case,) = result["cases"]
     assert case["rate_bps"] is None
     profile = from_plain(Profile, case["profile"], "profile")
     assert (profile.model.nodes, profile.model.ep_size) == (Nodes(2, 2), 4)
@@ -99,15 +92,3 @@ def num_passes(trace: Path) -> int:
     spans = sorted(read_trace(trace).measured[0].spans, key=lambda span: span.start_ms)
     computed = [span.name.split(".")[-2] for span in spans if span.name.endswith((".attention", ".experts"))]
     return len(list(groupby(computed)))
-
-
-def run_bench(folder: Path, *words: str) -> tuple[int, str]:
-    """Process number and output of a small run, whose result files are ``folder/run.*``."""
-    command = [sys.executable, "-m", "benchmarks.prediction", *TINY, *words, "--output", str(folder / "run")]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        output, errors = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    return process.pid, output

@@ -47,7 +47,7 @@ class Default(NamedTuple):
 MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
     "persist-norm": (
         {**_LOCAL, "num_layers": 1, "hidden_size": 1024, "persist_layer_norm": True},  # the smallest size
-        (WHOLE, BATCH, IN_SEQUENCE),
+        (WHOLE, BATCH),
     ),
     "masked-softmax": ({**_LOCAL, "masked_softmax_fusion": True, **_ROPE}, (WHOLE, BATCH)),
     "masked-softmax/bf16": ({**_LOCAL, "bf16": True, "masked_softmax_fusion": True, **_ROPE}, (WHOLE,)),
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
     "rope": ({**_TE, **_ROPE, "apply_rope_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
     "rope/interleaved": ({**_TE, **_ROPE, "rotary_interleaved": True, "apply_rope_fusion": True}, (IN_SEQUENCE,)),
     "rope/mtp": ({**_TE, **_ROPE, "mtp_num_layers": 1, "apply_rope_fusion": True}, (IN_SEQUENCE,)),
-    "cross-entropy": ({**_TE, "cross_entropy_loss_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
+    "cross-entropy": ({**_TE, "cross_entropy_loss_fusion": True}, (WHOLE, BATCH)),
     "router": ({**_TE, "moe_router_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
     "router/sigmoid-seq-aux-loss": (
         {
@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
         (WHOLE, BATCH, IN_SEQUENCE),
     ),
     "attention-backend/mla": ({**_TE, **MLA, "attention_backend": "fused"}, (BATCH, IN_SEQUENCE)),
-    "fused-dw/local": ({**_LOCAL, **FUSED, "num_moe_experts": 4}, (WHOLE, BATCH, IN_SEQUENCE)),
+    "fused-dw/local": ({**_LOCAL, **FUSED, "num_moe_experts": 4}, (WHOLE, BATCH)),
     "fused-dw/local/one-expert": ({**_LOCAL, **FUSED, **_ONE_EXPERT}, (WHOLE, IN_SEQUENCE)),
 }
 _FUSED_YARN = {**_YARN, "num_layers": 1, "num_attention_heads": 2, "apply_rope_fusion": True}

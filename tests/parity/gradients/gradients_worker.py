@@ -3,8 +3,10 @@
 import copy
 import re
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,6 +49,7 @@ from tests.parity.gradients.variants import (
     CUTS,
     DW_MEMORY_CASES,
     FORCED,
+    FURTHER,
     HYBRID,
     MICRO_BATCH_OF_ONE,
     SEGMENTED,
@@ -419,35 +422,35 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
     }
 
 
+def rows() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Comparisons of a model under a fixed plan, by name."""
+    chunked = [(f"{name}/k={k}", model, k) for name, model in VARIANTS.items() for k in chunk_counts(name)]
+    chunked += [(f"{name}/k={k}", model, k) for name, model in FORCED.items() for k in (1, 3)]
+    found = {name: partial(compare, model, num_chunks) for name, model, num_chunks in chunked}
+    return found | {cut_name(name, k, cut): partial(compare, model, k, **cut) for name, model, k, cut in CUTS}
+
+
+@parallel({"expert_model_parallel_size": 2})
+def further_results() -> dict[str, Any]:
+    """What is found for the rows that only run at night."""
+    return {name: run() for name, run in rows().items() if name in FURTHER}
+
+
+@parallel({"expert_model_parallel_size": 2})
 def all_results() -> dict[str, Any]:
     """What is found for each case, by its name."""
-    with parallel({"expert_model_parallel_size": 2}):
-        return results_on_two_ranks()
-
-
-def results_on_two_ranks() -> dict[str, Any]:
     from tests.parity.gradients.switching import switching_cases
 
-    results: dict[str, Any] = {}
-    for name, overrides in VARIANTS.items():
-        for num_chunks in chunk_counts(name):
-            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
-    for name, overrides in FORCED.items():
-        for num_chunks in (1, 3):
-            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    results: dict[str, Any] = {name: run() for name, run in rows().items() if name not in FURTHER}
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)
-    for name, overrides, num_chunks, cut in CUTS:
-        results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
     with replaced(sys.modules[__name__], "MICRO_BATCH", 1):
         for name, (num_chunks, cut) in MICRO_BATCH_OF_ONE.items():
             results[name] = compare({}, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
-    for name, (overrides, plan) in SEGMENTED.items():
-        results[name] = compare_plan(overrides, plan)
-    for name, plan in WITH_GAPS.items():
-        results[name] = compare_plan({}, plan, erratic_wire)
+    results |= {name: compare_plan(*case) for name, case in SEGMENTED.items()}
+    results |= {name: compare_plan({}, plan, erratic_wire) for name, plan in WITH_GAPS.items()}
     for feature in (dedup, tiles, comm_dtype_cases, row_bound, placement):
         for name, case in feature.CASES.items():
             results[name] = compare_case(case)

@@ -13,17 +13,13 @@ from tests.features.row_bound import cases as row_bound
 from tests.features.tiles import cases as tiles
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
-from tests.parity.gradients.gradients_worker import all_results
+from tests.parity.gradients.gradients_worker import all_results, further_results, rows
 from tests.parity.gradients.variants import (
-    CUTS,
     DW_MEMORY_CASES,
-    FORCED,
+    FURTHER,
     MICRO_BATCH_OF_ONE,
     SEGMENTED,
-    VARIANTS,
     WITH_GAPS,
-    chunk_counts,
-    cut_name,
 )
 from tests.ranks import launch
 
@@ -35,15 +31,13 @@ BF16_AGAINST_FP32 = "bf16 against fp32"
 
 results = launch.results(all_results, 2, timeout_s=1200)
 """Per rank: what is found for each case."""
+further = launch.results(further_results, 2, timeout_s=1200)
 
 
 def exact_cases() -> list[str]:
-    cuts = [cut_name(name, num_chunks, cut) for name, _, num_chunks, cut in CUTS]
-    chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
-    chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     others = ["bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
     others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *dedup.CASES, *placement.CASES, *tiles.CASES]
-    return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *others]
+    return [*(name for name in rows() if name not in FURTHER), *MICRO_BATCH_OF_ONE, *others]
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -55,6 +49,17 @@ def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("case", exact_cases())
 def test_gradients_equal_stock(results, case, check_gradients):
+    check_case(results, case, check_gradients)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", sorted(FURTHER))
+def test_gradients_of_further_rows_equal_stock(further, case, check_gradients):
+    check_case(further, case, check_gradients)
+    assert further[0][case]["collectives"] == further[1][case]["collectives"]
+
+
+def check_case(results, case, check_gradients):
     """DDP counts reports in the last micro-batch of a step; the other one only accumulates."""
     # A gated shared expert uses its input twice. Its two gradients are added to each other before they are added to
     # those of the router and the permutation; in stock one after the other.

@@ -235,3 +235,23 @@ MICRO_BATCH_OF_ONE: dict[str, tuple[int, dict[str, str]]] = {
 
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:
     return "/".join([name, f"k={num_chunks}", *cut.values()])
+
+
+FURTHER = frozenset(
+    f"{name}/{cut}"
+    for cut, names in {
+        # Routers with one chunk are compared in ``mocked/test_gradients_in_mocked_worlds``, others with TE's layers.
+        "k=1": "seq-aux-loss global-aux-loss sigmoid-expert-bias shared-expert no-balancing fp32-router "
+        "grouped-experts tied-embeddings per-token-loss core-attention-recompute dense-first-layer bias llama-like "
+        "hybrid-shared-expert one-expert-per-rank frozen-router-embedding-output mtp-1 idle-expert block-recompute "
+        "selective-recompute mtp-2-full-recompute",
+        "k=3": "mtp-1 hybrid-shared-expert idle-expert idle-rank all-to-one-expert mtp-2-full-recompute "
+        "selective-recompute",
+        "k=3/sequence": "per-token-loss llama-like mla-yarn mtp-repeated",
+        "k=1/experts": "capacity-position sinkhorn",
+        "k=1/gate": "plain",
+        "k=3/gate": "hybrid",
+    }.items()
+    for name in names.split()
+)
+"""Rows that only run at night: others have each of their parts, with as many chunks."""

@@ -1,17 +1,13 @@
 """A training loop on Megatron-Core, stock and with ``Overlap``; its calls have the order of a launcher's."""
 
-import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.training.megatron.patches import fused_core_attention
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
 MICRO_BATCH, NUM_MICRO_BATCHES, FEW_STEPS = 4, 2, 3
@@ -162,43 +158,42 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def main() -> None:
+def found_in(case: dict[str, Any]) -> dict[str, Any]:
+    """What a training with the case's overlap shows next to one of stock."""
     import megatron_lancet
 
     overlap_class: Any = megatron_lancet.Overlap
-    case, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    with cpu_platform():
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import schedules
+    is_hook, is_nested, is_packed = case["way"] != "install", case["way"] == "nested", case["way"] == "packed"
+    num_steps = case.get("num_steps", FEW_STEPS)
+    with overlap_class(
+        ddp_config() if is_hook else None,
+        micro_batch_size=MICRO_BATCH,
+        seq_length=SEQ_LENGTH,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        num_steps=num_steps,
+        packed_samples=is_packed,
+        **case["settings"],
+    ) as overlap:
+        if not is_hook:
+            overlap.install()
+        ours = Training(overlap, is_hook, is_nested, is_packed)
+        found = compared(Training(is_nested=is_nested, is_packed=is_packed), ours, num_steps)
+        found |= {"line": overlap.line, "plan": overlap.plan_text, "num_steps": overlap.num_steps_done}
+        if overlap._run is not None:
+            times = overlap._run.recorder.records[-1].comm
+            found |= {"num_all_to_alls": times.num_all_to_alls, "peak_dw_bytes": times.peak_dw_bytes}
+    return found
 
-        dist.init_process_group("gloo")
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        before = schedules.forward_backward_no_pipelining
-        is_hook, is_nested, is_packed = case["way"] != "install", case["way"] == "nested", case["way"] == "packed"
-        num_steps = case.get("num_steps", FEW_STEPS)
-        with overlap_class(
-            ddp_config() if is_hook else None,
-            micro_batch_size=MICRO_BATCH,
-            seq_length=SEQ_LENGTH,
-            num_micro_batches=NUM_MICRO_BATCHES,
-            num_steps=num_steps,
-            packed_samples=is_packed,
-            **case["settings"],
-        ) as overlap:
-            if not is_hook:
-                overlap.install()
-            ours = Training(overlap, is_hook, is_nested, is_packed)
-            found = compared(Training(is_nested=is_nested, is_packed=is_packed), ours, num_steps)
-            found |= {"line": overlap.line, "plan": overlap.plan_text, "num_steps": overlap.num_steps_done}
-            if overlap._run is not None:
-                times = overlap._run.recorder.records[-1].comm
-                found |= {"num_all_to_alls": times.num_all_to_alls, "peak_dw_bytes": times.peak_dw_bytes}
+
+def all_found(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is found for each case, by its name; each prints its name first."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    before, found = schedules.forward_backward_no_pipelining, {}
+    for name, case in cases.items():
+        sys.stdout.write(f"case {name}\n")
+        found[name] = found_in(case)
         assert schedules.forward_backward_no_pipelining is before
-        if dist.get_rank() == 0:
-            out.write_text(json.dumps(found))
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    assert os.environ["WORLD_SIZE"] == "2"
-    main()
+    return found

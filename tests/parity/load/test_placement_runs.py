@@ -7,11 +7,9 @@ run of stock does.
 
 import pytest
 import torch
-from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lancet.planning.load.placement import placement_to_json, read_placement, swapped
+from tests.ranks.checkpoints import tensors_in
 from tests.ranks.pretraining import EP2, pretrain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -28,19 +26,6 @@ SECOND = {2: (0, 2, 4, 6, 1, 3, 5, 7)}
 # Ranks sum the norms of other weights, so that clipping differs in the last bits.
 TOLERANCE = 1e-5
 COMPARED = ("lm loss", "grad norm")
-
-
-def tensors_of(folder, step):
-    """All tensors of a checkpoint, by their names there."""
-    reader = FileSystemReader(folder / f"iter_{step:07d}")
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +62,7 @@ def test_losses_equal_stock_from_checkpoint_to_checkpoint(runs):
 @pytest.mark.parametrize(("part", "step"), [("first", 3), ("second", 4), ("stock", 6)])
 def test_checkpoints_have_each_expert_under_its_own_number(runs, part, step):
     _, root = runs
-    expected, found = tensors_of(root / "whole", step), tensors_of(root / part, step)
+    expected, found = (tensors_in(root / name / f"iter_{step:07d}") for name in ("whole", part))
     assert found.keys() == expected.keys()
     moments = [name for name in expected if "exp_avg" in name and "experts" in name]
     weights = [name for name in expected if name.startswith("decoder") and "experts" in name]

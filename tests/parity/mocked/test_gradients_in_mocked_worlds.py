@@ -21,7 +21,7 @@ from tests.ranks import launch
 
 pytestmark = pytest.mark.timeout(420)
 
-NUM_CHUNKS = (1, 2, 3)
+NUM_CHUNKS = (1, 3)
 ROUTERS = ("plain", "seq-aux-loss", "global-aux-loss", "sigmoid-expert-bias", "top-1", "shared-expert")
 WORLDS = {8: 16, 64: 64}
 """Experts by number of ranks."""

@@ -3,13 +3,10 @@
 import re
 
 import pytest
-import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
+from tests.ranks.checkpoints import tensors_in
 from tests.ranks.pretraining import EP2, Run, pretrain
 
 pytestmark = pytest.mark.distributed
@@ -83,18 +80,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_of_stock(stock, ours, by_pla
     resumed = pretrain(token_data, flags, tmp_path, train_iters=NUM_ITERS)
     for name in ("lm loss", "grad norm"):  # what stock logs of the other losses depends on evaluations before
         assert resumed.series(name) == stock[0].series(name)[SAVED_AT:], name
-
-
-def tensors_in(checkpoint) -> dict[str, torch.Tensor]:
-    """All tensors of a distributed checkpoint, by name."""
-    reader = FileSystemReader(checkpoint)
-    wanted = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    _load_state_dict(wanted, reader, no_dist=True)
-    return wanted
 
 
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]

@@ -12,6 +12,7 @@ from megatron_lancet.lab.from_trace.profile import STOCK as STOCK_STEP
 from megatron_lancet.lab.from_trace.profile import profile_from_traces
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
+from tests.ranks.checkpoints import tensors_in
 from tests.ranks.pretraining import EP2, Run, pretrain
 
 pytestmark = pytest.mark.distributed
@@ -130,8 +131,18 @@ OVERLAPPING = {
 }
 
 
+FURTHER = "EP4", "EP2xTP2"
+"""Other tests have one chunk of these in the real loop; gradients of their chunks are in ``parity/gradients``."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.nightly] * (name in FURTHER))
+        for name, flags in OVERLAPPING.items()
+    ],
+)
 def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
     batch = LARGER_BATCH if layout[2:4] == PIPELINE else []
     ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout, *batch], tmp_path, 4, NUM_ITERS)
@@ -185,27 +196,11 @@ def test_experts_of_ranks_have_different_initial_weights(token_data, tmp_path):
     checkpoints = tmp_path / "checkpoints"
     extra = [*EP2, *STOCK, "--lr", "0", "--save", checkpoints, "--save-interval", "1", "--no-save-optim"]
     pretrain(token_data, extra, tmp_path, train_iters=1)
-    experts = _expert_weights(checkpoints / "iter_0000001")
+    step = checkpoints / "iter_0000001"
+    experts = tensors_in(step, lambda name: ".experts." in name and name.endswith("weight"))
     assert len(experts) >= 1
-    for name, weights in experts.items():
+    for name, by_layer in experts.items():
+        weights = by_layer.flatten(0, 1)  # [layers * experts, ...]
         for one in range(len(weights)):
             for other in range(one):
                 assert not weights[one].equal(weights[other]), f"{name}: experts {other} and {one} start equal"
-
-
-def _expert_weights(checkpoint):
-    """Weights of all experts, [layers * experts, ...] per parameter name, read from a distributed checkpoint."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    reader = FileSystemReader(checkpoint)
-    metadata = reader.read_metadata().state_dict_metadata
-    wanted = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if ".experts." in name and name.endswith("weight") and isinstance(entry, TensorStorageMetadata)
-    }
-    _load_state_dict(wanted, reader, no_dist=True)
-    return {name: tensor.flatten(0, 1) for name, tensor in wanted.items()}

@@ -30,7 +30,9 @@ def tuned(token_data, folder: Path, script: dict, *extra: object) -> tuple[Run, 
     """A run, the first segment of the plan at each step, and the lines about plans."""
     result = folder / "result.json"
     env = {"LANCET_TEST_RESULT": str(result), "LANCET_TEST_TUNING": json.dumps(script)}
-    command = command_line(token_data, [*EP2, *TUNED, "--train-iters", NUM_SCRIPTED_ITERS, *extra])
+    # As many steps are planned as in stock's run, so that both read the same samples.
+    planned = ["--train-iters", NUM_ITERS, "--exit-interval", NUM_SCRIPTED_ITERS]
+    command = command_line(token_data, [*EP2, *TUNED, *planned, *extra])
     ranks = launch.run(WORKER, command, 2, folder, timeout_s=120, env=env)
     launch.check(ranks)
     found = json.loads(result.read_text())
@@ -118,9 +120,7 @@ def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
 
 
 @pytest.mark.alone
-def test_race_drops_slow_plans_and_replans_after_drift(token_data, tmp_path):
-    off = [*EP2, "--lancet-plan", "off"]
-    stock = pretrain(token_data, off, tmp_path / "stock", train_iters=NUM_SCRIPTED_ITERS)
+def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_path):
     slow_s = {"4": 0.6, "2": 0.5, "2s": 0.5, "fused": 0.5}
     script = {"profiled": ["2", "4s"], "plans": [["4", "2"], ["2s"]], "slow_s": slow_s, "exposed_from": 27}
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)

@@ -18,7 +18,7 @@ from tests.parity.gradients.gradients_worker import build, compare_case, compare
 from tests.parity.gradients.placed import numbers_in_checkpoints, place
 from tests.parity.gradients.variants import VARIANTS
 from tests.parity.paired.paired_worker import compare
-from tests.parity.te.variants import FUSED, GUARDED, HAZARDS, MOST_ROWS, PAIRED, PLACED, TE, cases
+from tests.parity.te.variants import FURTHER, FUSED, GUARDED, HAZARDS, MOST_ROWS, PAIRED, PLACED, TE, cases
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
@@ -57,10 +57,17 @@ def selections_of_attention() -> int:
     return select.call_count
 
 
+def further_results() -> dict[str, Any]:
+    """What is found for the cases that only run at night."""
+    with parallel({"expert_model_parallel_size": 2}):
+        return {name: compare_plan({**TE, **cases()[name][0]}, cases()[name][1]) for name in FURTHER}
+
+
 def results_on_two_ranks() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (overrides, plan) in cases().items():
-        results[name] = compare_plan({**TE, **overrides}, plan, erratic_wire if "dw-memory" in name else None)
+        if name not in FURTHER:
+            results[name] = compare_plan({**TE, **overrides}, plan, erratic_wire if "dw-memory" in name else None)
     repeated = {**TE, **VARIANTS["mtp-repeated"]}
     results["mtp-repeated-fused/k=2"] = compare_plan({**repeated, **FUSED}, fixed_plan(2), against=repeated)
     results["mtp-repeated-fused/stock"] = compare_plan({**repeated, **FUSED}, fixed_plan(2))
@@ -79,11 +86,12 @@ def results_on_two_ranks() -> dict[str, Any]:
     return results | {name: compare(case) for name, case in PAIRED.items()}
 
 
-CASES = [*cases(), "mtp-repeated-fused/k=2", *PLACED]
+CASES = [*(name for name in cases() if name not in FURTHER), "mtp-repeated-fused/k=2", *PLACED]
 
 
 results = launch.results(all_results, 2, timeout_s=1200, te=launch.Te())
 """Per rank: what is found for each case."""
+further = launch.results(further_results, 2, timeout_s=1200, te=launch.Te())
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -95,6 +103,16 @@ def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_te_gradients_equal_stock(results, case, check_gradients):
+    check_case(results, case, check_gradients)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", sorted(FURTHER))
+def test_te_gradients_of_further_cases_equal_stock(further, case, check_gradients):
+    check_case(further, case, check_gradients)
+
+
+def check_case(results, case, check_gradients):
     # A gated shared expert uses its input twice, see test_gradients_equal_stock.
     bitwise = "k=1" in case.split("/") and not case.startswith("shared-expert-gate")
     check_gradients.equal_stock(results, case, 0.0 if bitwise else TOLERANCE)

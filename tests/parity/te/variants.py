@@ -155,3 +155,20 @@ def _chunk_counts(variant: str) -> tuple[int, ...]:
     if variant in LOCAL_ONLY:
         return ()
     return (3,) if variant in ROUTERS else chunk_counts(variant)
+
+
+FURTHER = frozenset(
+    f"{name}/{cut}"
+    for cut, names in {
+        # Routers are not Transformer Engine's, and those of local layers are compared in all ways.
+        "k=3": "two-aux-losses sigmoid-expert-bias per-token-loss core-attention-recompute mtp-1 mtp-2 llama-like "
+        "hybrid-shared-expert shared-expert shared-expert-gate frozen-layer bias dense-first-layer grouped-experts",
+        "k=4": "plain",
+        "k=2": "mla",
+        "k=1": "shared-expert zero-centered-norm sliding-window log-max-attention-logit",
+        "k=3/sequence": "block-recompute",
+        "k=3/experts": "plain",
+    }.items()
+    for name in names.split()
+)
+"""Cases that only run at night: others have each of their parts, with local layers or with another cut."""

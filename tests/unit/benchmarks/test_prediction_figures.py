@@ -5,15 +5,13 @@ import dataclasses
 import pytest
 
 from benchmarks.harness.job import read_job
-from benchmarks.network.cases import CASES as NETWORK_CASES
-from benchmarks.network.cases import PAIRED_CASES as NETWORK_PAIRED_CASES
 from benchmarks.prediction.__main__ import make_job, parse_arguments
-from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PAIRED_CASES, PLANNED, PRESETS, choose
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PLANNED, choose
 from benchmarks.prediction.errors import compare, totals
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import to_plain
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan
 
 FIELDS = ("step_ms", "exposed_forward_ms", "exposed_backward_ms", "counts_ms")
 
@@ -111,57 +109,6 @@ def test_tables_have_every_configuration_and_disturbances():
         assert "-37.5 !" in text
 
 
-def test_cases_cover_shares_chunks_ranges_axes_dws_and_skew():
-    cases = choose([], None)
-    ran = {(case.name, name) for case in cases for name in case.variants}
-    assert len(ran) >= 12
-    plans = [plan for name, plan in FIXED_PLANS.items() if ("45", name) in ran]
-    segments = [plan.segments[0] for plan in plans]
-    assert {segment.num_chunks for segment in segments} == {1, 2, 4}
-    assert {segment.range for segment in segments} == set(OverlapRange)
-    assert {segment.chunk_dim for segment in segments} == set(ChunkDim)
-    assert {plan.dw_policy for plan in plans} == set(DwPolicy)
-    assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
-    assert any(case.shape.hot_share is not None for case in cases)
-    assert all("k1" in case.variants for case in cases)
-    assert [case.name for case in cases if PLANNED not in case.variants] == ["gradients"]
-    assert [case.name for case in cases if case.optimizer] == ["gradients"]
-    assert {case.shape.micro_batches for case in cases} == {1}
-
-
-@pytest.mark.parametrize(
-    ("preset", "of_network", "configurations"),
-    [
-        (
-            "pairing",
-            dict.fromkeys(PAIRED_CASES, ""),
-            "k1 stack-k2-dw paired-k1 paired-k1-none paired-k2 paired-mix planned",
-        ),
-        ("dispatch", dict.fromkeys(("45-top4", "65-top4"), ""), "k1 stack-k2-dw dedup-k1 dedup-k2 planned"),
-        (
-            "nodes",
-            dict.fromkeys(("65-nodes-top4", "unshaped-nodes-top4"), "nodes-top4"),
-            "k1 stack-k2-dw dedup-k2 two-hop-k1 two-hop-k2 planned",
-        ),
-    ],
-)
-def test_plans_are_predicted_on_cases_of_the_network_benchmark(preset, of_network, configurations):
-    cases = choose([], None, PRESETS[preset])
-    assert [case.name for case in cases] == list(of_network)
-    for case in cases:
-        network = NETWORK_CASES[of_network[case.name] or case.name]
-        share = None if case.name.startswith("unshaped") else network.exposed_share
-        assert (case.shape, case.exposed_share, case.nodes) == (network.shape, share, network.nodes)
-        assert case.variants == tuple(configurations.split())
-
-
-def test_presets_have_what_they_are_named_for():
-    assert {CASES[name].exposed_share for name in PAIRED_CASES} == {0.2, 0.45, 0.65}
-    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
-    mix = FIXED_PLANS["paired-mix"]
-    assert (mix.in_middle.num_chunks, mix.at_ends.num_chunks) == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("case", "configuration", "message"),
     [
@@ -201,21 +148,6 @@ def test_a_job_survives_its_file(tmp_path):
     job.write(tmp_path / "job.json")
     assert read_job(tmp_path / "job.json") == job
     assert set(job.cases[0].variants) <= set(CONFIGURATIONS)
-
-
-@pytest.mark.parametrize(
-    ("argv", "repeats", "first"),
-    [
-        ([], 12, "45"),
-        (["--pairing"], 3, "45-m4"),
-        (["--pairing", "--repeats", "5"], 5, "45-m4"),
-        (["--dispatch"], 12, "45-top4"),
-        (["--nodes"], 6, "65-nodes-top4"),
-    ],
-)
-def test_part_of_benchmark_has_repeats_and_cases_of_its_own(argv, repeats, first, tmp_path):
-    job = make_job(parse_arguments(argv), [0, 1], tmp_path / "result.json")
-    assert (job.repeats, job.cases[0].name) == (repeats, first)
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--rate", "-1"], ["--timelines", "/nowhere"]])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron_lancet.features.dedup.dispatcher import DeduplicatedDispatcher
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -145,15 +144,6 @@ def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.thorough
-@given(worlds(max_chosen=2))
-@examples(60)
-def test_two_experts_per_token_equal_plain_dispatch_bitwise(maps):
-    inputs = inputs_of(maps)
-    (ours, _), (plain, _) = (exchange(kind, inputs) for kind in (DeduplicatedDispatcher, AllToAllDispatcher))
-    assert all(map(torch.equal, _results(ours, inputs), _results(plain, inputs)))
-
-
 def _results(outputs: list[torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
     """Outputs, and the gradients of a function of them."""
     loss = torch.stack([output.cos().sum() for output in outputs]).sum()
@@ -189,16 +179,6 @@ def test_counts_are_distinct_rows_and_those_of_each_expert(expert_tp_size):
     pending = dispatcher.launch_counts(None, map_tE, None)
     assert comm.counts[0].tolist() == [3, 2, 3] * expert_tp_size + [1, 1, 0] * expert_tp_size
     assert pending.num_sent() == 4
-
-
-def test_a_row_per_token_and_rank_is_sent():
-    """However many of the rank's experts the token has chosen: in token order, rank by rank."""
-    maps = [torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()] * 2
-    inputs = inputs_of(maps)
-    dispatcher = DeduplicatedDispatcher(Comm(2), 4, 2, group_of(1))
-    (tokens_dH, _), rows = dispatcher.permute(inputs.hidden[0], inputs.probs[0], maps[0], 4)
-    assert rows.token_d.tolist() == [0, 2, 0, 1]
-    assert tokens_dH.equal(inputs.hidden[0].squeeze(1)[[0, 2, 0, 1]])
 
 
 def test_no_value_is_needed_on_the_host():

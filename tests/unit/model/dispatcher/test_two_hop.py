@@ -15,16 +15,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_lancet.features.two_hop import dispatcher as two_hop
 from megatron_lancet.features.two_hop.dispatcher import TwoHopDispatcher
 from megatron_lancet.features.two_hop.routes import TwoHopRoutes
-from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.schedule.nodes import Nodes
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
-from tests.unit.model.dispatcher.test_deduplicated import exchange, weighted
+from tests.unit.model.dispatcher.test_deduplicated import weighted
 
 type Run = Callable[[int, torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
 
@@ -274,19 +272,6 @@ def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
 
 
 @pytest.mark.thorough
-@given(worlds(max_expert_tp_size=1, max_chosen=2))
-@examples(40)
-def test_two_hops_of_two_experts_equal_plain_dispatch_bitwise(world):
-    inputs = inputs_of(world.maps)
-
-    def run(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
-        return weighted(rank, tokens_mH, probs_m)
-
-    ours, (plain, _) = two_hops(world, inputs, run).outputs, exchange(AllToAllDispatcher, inputs)
-    assert all(map(torch.equal, results(ours, inputs), results(plain, inputs)))
-
-
-@pytest.mark.thorough
 @given(worlds())
 @example(ALL_DROPPED)
 @examples(50)
@@ -323,37 +308,6 @@ def test_order_by_other_dimensions_is_that_of_a_stable_sort(sizes, dims):
     keys = [tuple(parts[row, list(dims)].tolist()) for row in range(len(parts))]
     assert order.index_m.tolist() == sorted(range(len(parts)), key=keys.__getitem__)
     assert order.undo(order.apply(parts)).equal(parts)
-
-
-def world_of(expert_tp_size: int) -> World:
-    generator = torch.Generator().manual_seed(3)
-    maps = [torch.rand((6, 8), generator=generator) < 0.4 for _ in range(4 * expert_tp_size)]
-    return World(Nodes(2, 2), expert_tp_size, 2, maps)
-
-
-@pytest.mark.parametrize("expert_tp_size", [1, 2])
-def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, expert_tp_size):
-    """Negative control: without the order of ways, experts see the same rows in another order."""
-    world = world_of(expert_tp_size)
-    inputs = inputs_of(world.maps)
-    unordered = SimpleNamespace(by_dims=lambda sizes, dims, num_rows: SimpleNamespace(index_m=torch.arange(num_rows)))
-    monkeypatch.setattr(two_hop, "RowOrder", unordered)
-    found = two_hops(world, inputs, lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
-    expected = [expected_rows(world, inputs, rank, False)[0] for rank in range(len(world.maps))]
-    assert not all(seen.tokens_mH.equal(rows) for seen, rows in zip(found.seen, expected, strict=True))
-    for seen, rows in zip(found.seen, expected, strict=True):
-        torch.testing.assert_close(seen.tokens_mH.sum(dim=0), rows.sum(dim=0))
-
-
-def test_token_is_sent_once_to_a_node_and_to_each_expert_tp_rank():
-    """Its four experts are on both ranks of both nodes; each rank holds a half of its experts' parts."""
-    maps = [torch.zeros((1, 4), dtype=torch.bool) for _ in range(8)]
-    maps[0][:] = True
-    world = World(Nodes(2, 2), 2, 1, maps)
-    found = two_hops(world, inputs_of(maps), lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
-    assert [one.splits.sent for one in found.routes] == [(1, 1)] + [(0, 0)] * 7
-    assert [one.local_splits.sent for one in found.routes] == [(1,) * 4, *[(0,) * 4] * 3, (1,) * 4, *[(0,) * 4] * 3]
-    assert [len(seen.tokens_mH) for seen in found.seen] == [1] * 8
 
 
 @pytest.mark.parametrize("expert_tp_size", [1, 2])
