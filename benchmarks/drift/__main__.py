@@ -41,7 +41,9 @@ _VOCAB, _MEGABYTES = 512, 3.0
 _TOPIC_BYTES = 900_000
 NONE, START, MOVING = "none", "start", "moving"
 PLANS = {"k1": ("--lancet-num-chunks", "1", "--lancet-pairing", "off"), "pairs": VARIANTS["pairs"].flags}
-CASE = Case("drift", 0.45, 4, experts=8, flags=("--moe-aux-loss-coeff", "0", "--lancet-attention", "sdpa"))
+CASE = Case(
+    "drift", 0.45, 4, experts=8, flags=("--moe-aux-loss-coeff", "0", "--lancet-attention", "sdpa", "--split", "100,0,0")
+)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 
-from benchmarks.harness.tables import aligned, markdown
+from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, parsed, write_result
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.patching import replaced
@@ -52,6 +52,7 @@ PLANS: dict[str, tuple[Plan, str]] = {
 }
 ROWS = {name: (name,) for name in ("stock", "k1", "k2", "pairs")} | {"fastest": tuple(PLANS)[1:]}
 """Plans of which each order has its fastest, by line of the table."""
+WITH_CHUNKS = ("k2", "fastest")
 ORDERS = ("ddp", "lina", "gaps", "after", "bound")
 MUCH = 2.0
 """In percent of a step."""
@@ -193,6 +194,8 @@ def rows(chunks: str, share: float) -> Iterator[Row]:
         of_buckets = [delays_ms(alone, plan, layout, bucket_layers) for bucket_layers in (1, 1 << 20)]
         delays[ends, layout] = {order: min(one[order] for one in of_buckets) for order in ORDERS}
     for number, (name, plans) in product(MICRO_BATCHES, ROWS.items()):
+        if chunks != "cheap" and name not in WITH_CHUNKS:
+            continue  # as with cheap ones
         possible = [PLANS[one] for one in plans if number > 1 or not PLANS[one][0].is_paired]
         profile = profile_without_gradients(share, overhead_ms, number)
         steps = [(step_ms(profile, plan), ends) for plan, ends in possible]
@@ -219,14 +222,12 @@ def table(found: Sequence[Row]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Simulates, prints and writes."""
+    """Simulates and prints."""
     args = parsed(new_parser(__doc__), "benchmarks.priority.orders")
     found = [row for chunks, share in product(OVERHEADS_MS, SHARES) for row in rows(chunks, share)]
     found.sort(key=lambda row: (list(ROWS).index(row.plan), row.chunks))
     print(aligned(table(found)))
     write_result(args, {"num_layouts": len(LAYOUTS), "rows": [asdict(row) for row in found]})
-    if args.output is not None:
-        args.output.with_suffix(".md").write_text(markdown(table(found)) + "\n")
 
 
 if __name__ == "__main__":

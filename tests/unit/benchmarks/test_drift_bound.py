@@ -6,7 +6,7 @@ from benchmarks.drift.bound import bounds, read_loads, summed
 from megatron_lancet.planning.load.expert_load import LayerLoad
 
 FIRST, SECOND = (40, 40, 10, 10), (40, 10, 10, 40)
-"""Two experts have most rows: on the same rank in Megatron's order, and on the same one where the first load puts them."""
+"""Two experts have most rows. Megatron's order and then that of the first load have them on one rank."""
 
 
 def steps(*loads):
