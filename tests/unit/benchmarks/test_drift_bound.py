@@ -31,3 +31,13 @@ def test_loads_are_read_and_summed(tmp_path):
     path = tmp_path / "loads.jsonl"
     path.write_text("[[[1, 2], [3, 4]]]\n[[[10, 20], [30, 40]]]\n")
     assert [layer.rows for layer in summed(read_loads(path))] == [((11, 22), (33, 44))]
+
+
+def test_a_runs_own_rule_follows_a_load_that_lasts():
+    found = {one.name: one for one in bounds(steps(*[FIRST] * 2, *[SECOND] * 30), 2)}
+    start, rule = (
+        found[name] for name in ("at the start, by 2 steps", "every 10 steps, as --lancet-rebalance-interval")
+    )
+    assert start.most_over_mean == pytest.approx(1.6)
+    assert rule.most_over_mean == pytest.approx((10 * 1.6 + 20 * 1.0) / 30)
+    assert rule.num_moves == 1
