@@ -30,7 +30,7 @@ class CommPriority(StrEnum):
     OFF = "off"
     """First come, first served: Megatron launches a bucket's reduction when its gradients are complete."""
     ALL_TO_ALL_FIRST = "all-to-all-first"
-    """Reductions run in micro-ops, and only where no all-to-all is in flight or about to start."""
+    """Reductions run in micro-ops, which are launched only where no all-to-all is in flight."""
 
 
 @dataclass(frozen=True)
