@@ -2,7 +2,9 @@
 
 import pytest
 
+from benchmarks.drift.__main__ import parse_arguments
 from benchmarks.drift.bound import bounds, read_loads, summed
+from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.load.expert_load import LayerLoad
 
 FIRST, SECOND = (40, 40, 10, 10), (40, 10, 10, 40)
@@ -41,3 +43,9 @@ def test_a_runs_own_rule_follows_a_load_that_lasts():
     assert start.most_over_mean == pytest.approx(1.6)
     assert rule.most_over_mean == pytest.approx((10 * 1.6 + 20 * 1.0) / 30)
     assert rule.num_moves == 1
+
+
+def test_a_training_that_ends_with_its_first_steps_is_refused():
+    with pytest.raises(UsageError, match="--steps 20 must be above --first 20: those place experts at the start"):
+        parse_arguments(["--steps", "20"])
+    assert parse_arguments(["--steps", "21"]).plan == "pairs"
