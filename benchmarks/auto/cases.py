@@ -39,6 +39,9 @@ def _fixed(num_chunks: int, dim: str = "batch", dispatch: str = "plain", pairing
     return (*chunks, "--lancet-dispatch", dispatch, "--lancet-pairing", pairing)
 
 
+_GAPS = ("--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb", "0.53")
+"""Parts of half a layer's dense gradients."""
+_REDUCED_LAYER_BY_LAYER = ("--overlap-grad-reduce", "--ddp-bucket-size", "262144")
 _OVERLAP = (*_OFF, "--overlap-moe-expert-parallel-comm")
 VARIANTS = {
     variant.name: variant
@@ -52,6 +55,9 @@ VARIANTS = {
         Variant("k2-seq", _fixed(2, "sequence"), "two sequence chunks"),
         Variant("k2-seq-dedup", _fixed(2, "sequence", "dedup"), "two sequence chunks, dedup"),
         Variant("pairs", _fixed(1, pairing="on"), "pairs of one chunk"),
+        Variant("k1", _fixed(1), "one chunk"),
+        Variant("k1-gaps", (*_fixed(1), *_GAPS), "one chunk, reductions in gaps"),
+        Variant("pairs-gaps", (*_fixed(1, pairing="on"), *_GAPS), "pairs of one chunk, reductions in gaps"),
         Variant("pairs-dedup", _fixed(1, dispatch="dedup", pairing="on"), "pairs of one chunk, dedup"),
         Variant("pairs-k2-seq", _fixed(2, "sequence", "plain", "on"), "pairs of two sequence chunks"),
         Variant("pairs-k2-seq-dedup", _fixed(2, "sequence", "dedup", "on"), "pairs of two sequence chunks, dedup"),
@@ -93,17 +99,23 @@ class Case:
         """The training in a few words."""
         batches = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
         layers = "Transformer Engine's layers in bf16" if self.te else "local layers in fp32"
-        return f"{batches}, top-{self.topk} of {self.experts}, {layers}"
+        reductions = ", gradients reduced in the backward pass" if self.reduces_in_backward else ""
+        return f"{batches}, top-{self.topk} of {self.experts}, {layers}{reductions}"
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether reductions and all-to-alls of the last backward share the link."""
+        return "--overlap-grad-reduce" in self.flags
 
     @property
     def variants(self) -> list[Variant]:
         """What runs in this case; the reference first."""
         names = [SAME, USERS, AUTO, *([KEPT] if self.kept else []), "k2-seq"]
         if self.micro_batches == 1:
-            names += ["k2"]
+            names += ["k2", "k1", "k1-gaps"] if self.reduces_in_backward else ["k2"]
             names += ["k1-dedup", "k2-seq-dedup"] if self.topk > 1 else []
         else:
-            names += ["pairs"]
+            names += ["pairs", "pairs-gaps"] if self.reduces_in_backward else ["pairs"]
             names += ["k2-seq-dedup", "pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else ["k2", "pairs-k2-seq"]
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
@@ -145,6 +157,14 @@ CASES = {
         Case("45-m2-te", 0.45, 2, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
         Case("45-m4-documents", 0.45, 4, flags=("--dataloader-inter-document-masking",)),
+        Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=(USERS, "k1", "k1-gaps", "k1-dedup")),
+        Case(
+            "45-m2-reductions",
+            0.45,
+            2,
+            flags=_REDUCED_LAYER_BY_LAYER,
+            only=(USERS, "pairs", "pairs-gaps", "pairs-dedup"),
+        ),
     )
 }
 

@@ -22,6 +22,7 @@ class RankStep:
         step: number of the step, from 1.
         loss: LM loss in nats per token, mean over the global batch; the same on all ranks.
         step_ms: wall clock time of forward, backward, gradient reduction and optimizer.
+        whole_ms: the same with work of features before or after it; 0 in older records.
         waited_ms: part of it in which compute waited for all-to-alls and their token counts.
         reduced_ms: part of it in which compute waited for gradient reductions.
         sent_bytes: bytes that all-to-alls sent to the other rank.
@@ -41,6 +42,7 @@ class RankStep:
     timeline: RankTimeline | None = None
     plan: str = "stock"
     is_settled: bool = True
+    whole_ms: float = 0.0
 
     @staticmethod
     def parse(line: str) -> "RankStep":

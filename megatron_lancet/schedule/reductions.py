@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Annotated, Protocol
 
 from megatron_lancet.files import MAX_COUNT, Range
-from megatron_lancet.schedule.ops import FIRST_DISPATCHES
+from megatron_lancet.schedule.ops import COMBINES, DISPATCHES, OpKind
 from megatron_lancet.units import mb_to_bytes
 
 DEFAULT_CHUNK_MB = 30.0
@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 _ELEMENTS_OF_A_BUCKET = 40_000_000
 """Megatron's default, and at least a million for each rank."""
 _ELEMENT_BYTES = 4
-_BEFORE_PLACE = FIRST_DISPATCHES
-"""Kinds of the backward all-to-all after which reductions may be launched."""
+_BEFORE_PLACE = (DISPATCHES | COMBINES) - {OpKind.LOCAL_DISPATCH, OpKind.NODE_COMBINE}
+"""Kinds of the backward all-to-all after which reductions may be launched; of two hops, those that end an exchange."""
 
 
 class CommPriority(StrEnum):
@@ -30,7 +30,7 @@ class CommPriority(StrEnum):
     OFF = "off"
     """First come, first served: Megatron launches a bucket's reduction when its gradients are complete."""
     ALL_TO_ALL_FIRST = "all-to-all-first"
-    """Reductions run in micro-ops, and only where no all-to-all is in flight or about to start."""
+    """Reductions run in micro-ops, which are launched only where no all-to-all is in flight."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,8 @@ class ReductionQueue[PartT: _Sized]:
 
     Places are fixed points of the backward pass:
 
-    - *between all-to-alls*: a backward dispatch was waited for, and no other all-to-all is in flight. Up to the next
-      combine only attention and dense layers are computed. As many micro-ops are launched as fit into
-      ``chunk_bytes``. From a combine to the last dispatch of its layer none is launched.
+    - *between all-to-alls*: a backward all-to-all was waited for, and no other is in flight. Up to the next one only a
+      layer's attention or its experts are computed. As many micro-ops are launched as fit into ``chunk_bytes``.
     - *the end*: no further all-to-all is expected in this backward pass, or the gradients are waited for. All are
       launched.
 

@@ -30,7 +30,7 @@ class CommPriorityFlags(CheckedFlags):
         same_on_all_ranks=True,
         **words(CommPriority),
         help="all-to-all-first: cut gradient reductions into parts, which run only while no all-to-all of the backward "
-        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
+        "pass is in flight; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
         "as soon as it is complete.",
     )
     grad_chunk_mb: float = flag(

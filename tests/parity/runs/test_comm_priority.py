@@ -236,22 +236,17 @@ def check_places(log: list[str]) -> tuple[int, int]:
     """Micro-ops that left before the last all-to-all was back, and after; fails for one that left next to another."""
     last = max(i for i, entry in enumerate(log) if entry.startswith("back"))
     out: set[str] = set()
-    open_layers: dict[str, int] = {}
     room = 0
     num_between = 0
     for entry in log[:last]:
         if entry.startswith("back "):
             out.remove(entry.removeprefix("back "))
-            layer, _, _, kind = entry.removeprefix("back ").split(".")
-            open_layers[layer] -= kind == "dispatch"
             room = CHUNK_BYTES
         elif ".I." in entry:
             out.add(entry)
-            open_layers[entry.split(".")[0]] = open_layers.get(entry.split(".")[0], 0) + entry.endswith("combine")
         elif entry.startswith("reduce"):
             room -= int(entry.split()[1])
             assert not out
-            assert not any(open_layers.values()), "a combine was reached, and its dispatch is not back"
             assert room >= 0, "more than one chunk at a place"
             num_between += 1
     return num_between, sum(entry.startswith("reduce") for entry in log[last:])

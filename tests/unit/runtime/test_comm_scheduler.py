@@ -40,16 +40,16 @@ class Backward:
         self.scheduler.passed(Op(2, 0, Phase.FORWARD, kind))
 
 
-def test_reductions_are_launched_after_dispatches():
+def test_reductions_are_launched_after_each_all_to_all():
     backward = Backward()
     backward.put(a=100, b=60, c=40, d=30)
     assert backward.log == []
     backward.exchange("combine")
-    assert backward.log == []
+    assert backward.log == ["a"]
     backward.exchange("dispatch")
-    assert backward.log == ["a"]
+    assert backward.log == ["a", "b", "c"]
     backward.exchange("combine")
-    assert backward.log == ["a"]
+    assert backward.log == ["a", "b", "c", "d"]
     backward.put(e=10)
     backward.exchange("dispatch")
     assert backward.log == ["a", "b", "c", "d", "e"]
@@ -57,14 +57,13 @@ def test_reductions_are_launched_after_dispatches():
     assert backward.log[-1] == "f"
     backward.scheduler.end_step()
     times = backward.stats.take()
-    assert (times.num_grad_micro_ops, times.num_grad_micro_ops_between, times.grad_bytes) == (6, 1, 340)
+    assert (times.num_grad_micro_ops, times.num_grad_micro_ops_between, times.grad_bytes) == (6, 4, 340)
 
 
 def test_small_reductions_are_launched_together():
     backward = Backward()
     backward.put(a=30, b=30, c=40, d=10)
     backward.exchange("combine")
-    backward.exchange("dispatch")
     assert backward.log == ["a", "b", "c"]
 
 
@@ -107,3 +106,16 @@ def test_end_of_step_forgets_forward_passes_without_backward():
     backward.scheduler.end_step()
     backward.put(a=100)
     assert backward.log == ["a"]
+
+
+def test_nothing_is_launched_between_two_hops():
+    backward = Backward(6)
+    backward.put(a=100, b=100, c=100)
+    backward.exchange("node_combine")
+    assert backward.log == []
+    backward.exchange("local_combine")
+    assert backward.log == ["a"]
+    backward.exchange("local_dispatch")
+    assert backward.log == ["a"]
+    backward.exchange("node_dispatch")
+    assert backward.log == ["a", "b"]

@@ -88,13 +88,13 @@ def test_messages_of_one_flow_are_sent_one_after_the_other():
 
 
 def test_all_to_alls_have_priority_on_the_link():
-    """The bucket is complete at 22; the next place is behind the last dispatch."""
-    simulation = simulate(profile_of(BY_HAND, FIRST, 10.0), fixed_plan(1, DwPolicy.NONE))
+    """The bucket is complete at 22; the next place is behind the last combine."""
+    simulation = simulate(profile_of(BY_HAND, FIRST, 6.0), fixed_plan(1, DwPolicy.NONE))
     assert on_the_wire(simulation)[2:] == [
         "23-27 L1.c0.I.combine",
+        "27-33 reduce.dense.b0",
         "33-37 L1.c0.I.dispatch",
-        "37-47 reduce.dense.b0",
-        "44-57 reduce.dense.b1",
+        "44-50 reduce.dense.b1",
     ]
     assert simulation.prediction.exposed_ms == pytest.approx(32)
 
@@ -103,14 +103,16 @@ def test_micro_ops_are_launched_as_many_as_fit_a_place():
     rules = dataclasses.replace(FIRST, bucket_bytes=2 * BYTES, chunk_bytes=BYTES // 2)
     machine = dataclasses.replace(BY_HAND, layers="mmmm")
     simulation = simulate(profile_of(machine, rules, 10.0), fixed_plan(1, DwPolicy.NONE))
-    # The bucket of layers 4 and 3 is complete at 44: four micro-ops, one of which leaves behind layer 2's dispatch.
+    # The bucket of layers 4 and 3 is complete at 44: four micro-ops, one behind each message that follows.
     lines = on_the_wire(simulation)
-    between = lines.index("59-64 reduce.dense.b0.0")
-    assert lines[between - 1] == "55-59 L2.c0.I.dispatch"
-    assert lines[between + 1 : between + 4] == [
+    assert lines[lines.index("45-49 L2.c0.I.combine") :][1:8] == [
+        "49-54 reduce.dense.b0.0",
+        "55-59 L2.c0.I.dispatch",
+        "59-64 reduce.dense.b0.1",
         "67-71 L1.c0.I.combine",
+        "71-76 reduce.dense.b0.2",
         "77-81 L1.c0.I.dispatch",
-        "81-86 reduce.dense.b0.1",
+        "81-86 reduce.dense.b0.3",
     ]
 
 
