@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.tuning.feature:TUNING",
+    "megatron_lancet.features.shortcut.feature:SHORTCUT",  # before pairs, which take the plan as it is
     "megatron_lancet.features.tiles.feature:TILES",
     "megatron_lancet.features.pairing.feature:PAIRING",
     "megatron_lancet.features.two_hop.feature:NODES",
@@ -44,6 +45,7 @@ _FEATURES: tuple[str, ...] = (
 _MODEL_PARTS: tuple[str, ...] = (
     "megatron_lancet.features.hybrid.model:HYBRID",
     "megatron_lancet.features.mtp.model:PREDICTIONS",
+    "megatron_lancet.features.shortcut.model:SHORTCUT",
     "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
     "megatron_lancet.features.documents.model:DOCUMENTS",
     "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
@@ -61,8 +63,9 @@ _POSITION: tuple[str, ...] = (
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
     "export-hf": "megatron_lancet.features.hugging_face.export:Export",
+    "late-sum": "megatron_lancet.features.shortcut.order:late_sum",
 }
-"""Commands that flags run in place of a training, and what commands of ``lancet`` take from features."""
+"""Commands that flags run in place of a training, and what commands of ``lancet`` and stacks of layers take by name."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -117,7 +120,7 @@ def model_parts() -> "tuple[ModelPart, ...]":
 
 
 def command(flag: str) -> Callable[..., Any]:
-    """The command, or the part of one, of this name.
+    """The command of this name, or what a command or a stack of layers takes by this name.
 
     Raises:
         UsageError: the installation does not have it.

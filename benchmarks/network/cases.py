@@ -164,6 +164,7 @@ _TILED_EXPERTS = (
     *("stock", "dw-only", CHUNKED, "stock-free", "tiles-1-half", "tiles-2-half", "tiles-2-after"),
     *("tiles-2-by-expert", "tiles-4-by-expert"),
 )
+_WIRED = ("stock", "dw-only", "mirrored-k2", CHUNKED, "stock-free")
 _PLACED = ("stock", "dw-only", CHUNKED, "stock-free", "placed-k1", "placed-k2")
 _ZIPF = Shape(layers=3, seq_length=256, experts=16, topk=2, zipf=1.0)
 
@@ -216,6 +217,12 @@ def _tiled_cases() -> list[Case]:
     return [*cases, Case("45-tiles-e16", title, 0.45, _TILED_EXPERTS, replace(_ZIPF, zipf=None))]
 
 
+def _wired_cases() -> list[Case]:
+    """Routed sums are added one layer later, in all variants; stock's modules wait for each message."""
+    title = "MoE and dense layers in turn, routed sums one layer later, balanced top-1, stock exposes 45 %"
+    return [Case("45-wired", title, 0.45, _WIRED, Shape(is_wired=True))]
+
+
 def _cases() -> list[Case]:
     return [
         Case("45", "balanced top-1, stock exposes 45 %", 0.45, _EVERYTHING),
@@ -254,9 +261,10 @@ DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
 NODES_CASES = tuple(case.name for case in _nodes_cases())
 LOAD_CASES = tuple(case.name for case in _load_cases())
 TILED_CASES = tuple(case.name for case in _tiled_cases())
+WIRED_CASES = tuple(case.name for case in _wired_cases())
 CASES = {
     case.name: case
-    for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases)
+    for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases, _wired_cases)
     for case in cases()
 }
 _SAVES_ROWS = {DEDUP: DISPATCH_CASES[0], TWO_HOP: NODES_CASES[0]}
@@ -296,6 +304,7 @@ PRESETS = {
     "nodes": Preset(NODES_CASES, 9, 1, 4),
     "load": Preset(LOAD_CASES, 9, 1, 4),
     "tiles": Preset(TILED_CASES, 5, 1, 11),
+    "wired": Preset(WIRED_CASES, 7, 1, 3),
 }
 """Parts of the benchmark, by the options that ask for them."""
 

@@ -306,7 +306,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
             verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
-            instructions = program(verbs, segment.num_chunks, segment.range)
+            instructions = program(verbs, segment.num_chunks, segment.range, layers[0].wiring)
             segments.append(SegmentForward(segment, own, instructions, ops_of(segment, plan.dispatch)))
     return segments
 

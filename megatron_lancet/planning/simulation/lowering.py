@@ -124,7 +124,7 @@ class Lowering:
         pieces, way = _WHOLE, self._way(segment.in_tiles(dispatch))
         steps: list[Step] = []
         verbs = [(number, self._verbs(number, kind, segment.num_chunks, way)) for number, kind in layers]
-        for instruction in program(verbs, segment.num_chunks, segment.range):
+        for instruction in program(verbs, segment.num_chunks, segment.range, self._model.wiring):
             if isinstance(instruction, Instruction):
                 number, verb = instruction.layer, type(instruction.verb)
                 if verb in _IN_STEPS:
