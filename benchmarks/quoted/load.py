@@ -6,10 +6,10 @@ from benchmarks.causes.summary import summarise as causes_summary
 from benchmarks.evaluation.summary import summarise as evaluation_summary
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
-from benchmarks.provenance import mark
+from benchmarks.provenance import link, mark
 from benchmarks.quoted.cells import NO_RESULT, PASSES, quartiles
 from benchmarks.quoted.network import network_of_load
-from benchmarks.quoted.results import Quoted, has_result, newest, result, sourced
+from benchmarks.quoted.results import Quoted, has_result, newest, newest_file, result
 
 _ABOUT_CAUSES = {
     "rows": "uneven rows",
@@ -49,29 +49,24 @@ def placement() -> str:
 
 def causes() -> str:
     """How many injected causes are named first, and how far their sizes are off."""
-    lines = [["injected", "runs", "named first", "size recovered", "added to the exposed time", "farthest off"]]
+    found: list[str] = []
     everything: list[Run] = []
     for quoted, summary in _causes_cases():
         runs = summary.runs
         everything += runs
         low, high = (pick(run.injected_ms for run in runs) for pick in (min, max))
         worst = max(runs, key=lambda run: abs(run.off_ms))
-        lines.append(
-            [
-                f"[{_ABOUT_CAUSES[summary.name]}](results/{quoted.file}){mark(quoted.path)}{_mark(summary)}",
-                str(len(runs)),
-                str(_num_named(runs)),
-                str(sum(run.is_recovered for run in runs)),
-                f"{low:.1f} to {high:.1f} ms",
-                f"{worst.off_ms:+.1f} of {worst.with_ms:.0f} ms",
-            ]
+        about = f"[{_ABOUT_CAUSES[summary.name]}](results/{quoted.file}){mark(quoted.path)}{_mark(summary)}"
+        found.append(
+            f"{about}, {low:.1f} to {high:.1f} ms, recovered in {sum(run.is_recovered for run in runs)} of {len(runs)}"
+            f", farthest off {worst.off_ms:+.1f} of {worst.with_ms:.0f} ms"
         )
     if not everything:
         return NO_RESULT
     recovered = sum(run.is_recovered for run in everything)
     return (
-        f"{markdown(lines)}\n\nNamed first in {_num_named(everything)} of {len(everything)} runs (target: 19 of 20), "
-        f"recovered in {recovered}."
+        f"Named first in {_num_named(everything)} of {len(everything)} runs (target: 19 of 20), recovered in "
+        f"{recovered}: {'; '.join(found)}."
     )
 
 
@@ -110,15 +105,21 @@ def received_rows() -> str:
     if not has_result("received-rows"):
         return NO_RESULT
     measured = result("received-rows")
-    lines = [["workload", "most rows of a chunk", "with the bound", "chunks in rounds", "most rounds"]]
-    lines[0] += ["time with the bound (quartiles)", "deviation"]
-    for name, found in measured["workloads"].items():
-        peaks = found["peak_rows"]
-        time = f"{found['ratio']:.2f} ({found['ratio_low']:.2f}-{found['ratio_high']:.2f})"
-        rounds = [f"{found['split_chunks']} of {found['chunks']}", str(found["most_rounds"])]
-        rows = [str(peaks[which]) for which in ("without", "with")]
-        lines.append([name, *rows, *rounds, time, f"{found['deviation']:.1e}"])
-    return sourced(f"{markdown(lines)}\n\nThe bound is {measured['bound']} rows.", "received-rows")
+    lines = []
+    for words, is_split in (("stay within the bound", False), ("go in up to", True)):
+        found = {n: one for n, one in measured["workloads"].items() if bool(one["split_chunks"]) == is_split}
+        ratios = [one["ratio"] for one in found.values()]
+        rounds = f" {max(one['most_rounds'] for one in found.values())} rounds" if is_split else ""
+        rows = max(one["peak_rows"]["with"] for one in found.values())
+        lines.append(
+            f"Chunks of {', '.join(found)} {words}{rounds}, with at most {rows} rows at a time: {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times as long."
+        )
+    deviation = max(one["deviation"] for one in measured["workloads"].values())
+    samples = link("samples", newest_file("received-rows"), "results")
+    return " ".join(
+        [f"The bound is {measured['bound']} rows.", *lines, f"Deviation at most {deviation:.1e} ({samples})."]
+    )
 
 
 TABLES = {"placement": placement, "causes": causes, "evaluation": evaluation, "received-rows": received_rows}

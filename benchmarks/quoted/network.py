@@ -175,10 +175,10 @@ def with_sources(lines: Sequence[Sequence[str]], cases: Collection[Measured]) ->
     """Returns a table and its source files and commands."""
     sources = {run.quoted.file: run.quoted for case in cases for run in case.runs}
     listed = [
-        f"- {link(file, quoted.path, FOLDER)}, {quoted.date}, {quoted.code}: `{quoted.command}`"
+        f"{link(file, quoted.path, FOLDER)}, {quoted.date}, {quoted.code}: `{quoted.command}`"
         for file, quoted in sorted(sources.items())
     ]
-    return "\n".join([markdown(lines), "", "Made from:", "", *listed])
+    return f"{markdown(lines)}\n\nMade from {'; '.join(listed)}."
 
 
 def has_step(case: Mapping[str, Any]) -> str:

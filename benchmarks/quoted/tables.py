@@ -25,7 +25,7 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
-from benchmarks.provenance import mark, together
+from benchmarks.provenance import link, mark, together
 from benchmarks.quoted import beside
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
@@ -296,25 +296,26 @@ def experts() -> str:
     found: dict[bool, list[float]] = {True: [], False: []}
     for entry in result("experts")["cases"]:
         found[entry["chosen"]].append(entry["median_ratio"])
-    lines = [["the rule runs them", "cases", "layer by layer is faster by a factor of"]]
-    for chosen, words in ((True, "layer by layer"), (False, "one by one")):
-        lines.append([words, str(len(found[chosen])), f"{min(found[chosen]):.2f} to {max(found[chosen]):.2f}"])
-    return sourced(markdown(lines), "experts")
+    layers, single = ((f"{min(ratios):.2f} to {max(ratios):.2f}", len(ratios)) for ratios in found.values())
+    return (
+        f"Layer by layer is faster by a factor of {layers[0]} in the {layers[1]} cases where the rule chooses it, and "
+        f"of {single[0]} in the other {single[1]} ({link('samples', newest_file('experts'), 'results')})."
+    )
 
 
 def weight_grad() -> str:
     """Ratios to a GEMM and an addition for each chunk, over all shapes."""
     columns = {
-        "separate addmm_": "per chunk: `addmm_`",
-        "joined cat, matmul+add_": "joined: cat, matmul, `add_`",
-        "joined cat, addmm_": "joined: cat, `addmm_`",
+        "separate addmm_": "`addmm_` of each chunk",
+        "joined cat, matmul+add_": "matmul and `add_` of joined chunks",
+        "joined cat, addmm_": "`addmm_` of joined chunks",
     }
     cases = [entry["results"] for entry in result("weight-grad")["cases"]]
-    lines = [["way", "shapes", "faster by a factor of"]]
+    ways = []
     for name, words in columns.items():
         ratios = [found[name]["median_ratio"] for found in cases if name in found]
-        lines.append([words, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    return sourced(markdown(lines), "weight-grad")
+        ways.append(f"{words} is faster by a factor of {min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)} shapes)")
+    return f"{'; '.join(ways)} ({link('samples', newest_file('weight-grad'), 'results')})."
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -33,7 +33,6 @@ STARTS = {
             *("benchmarks/gpu/check/driver.py", "benchmarks/gpu/check/part/machine.py"),
             "benchmarks/gpu/check/part/memcheck.py",
             *(
-                "benchmarks/parts/wire_sharing.py",
                 "benchmarks/parts/comm_dtype_training.py",
                 "benchmarks/demo/links/link.py",
             ),
