@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.drift.__main__ import parse_arguments
+from benchmarks.drift.__main__ import parse_arguments, summary
 from benchmarks.drift.bound import bounds, read_loads, summed
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.load.expert_load import LayerLoad
@@ -49,3 +49,17 @@ def test_a_training_that_ends_with_its_first_steps_is_refused():
     with pytest.raises(UsageError, match="--steps 20 must be above --first 20: those place experts at the start"):
         parse_arguments(["--steps", "20"])
     assert parse_arguments(["--steps", "21"]).plan == "pairs"
+
+
+def test_summary_leaves_out_first_steps_and_first_of_turns():
+    def record(step_ms, lines=()):
+        turns = [[500.0, 500.0], [900.0, step_ms], [900.0, step_ms]]
+        return {"whole_ms": turns, "waited_ms": [[10.0, 10.0]] * 3, "lines": list(lines)}
+
+    moved = "Megatron-Lancet experts: 1 pair of experts in layers 1 have changed ranks after step 4: ..."
+    variants = {"none": record(120.0), "start": record(100.0), "moving": record(80.0, [moved])}
+    text = summary({"variants": variants}, num_first=2)
+    none, start, moving = text.splitlines()[1:]
+    assert none.split() == ["none", "120", "ms", "8%", "0.833", "(0.833-0.833)", "0"]
+    assert start.split()[:5] == ["start", "100", "ms", "10%", "1.000"]
+    assert moving.split() == ["moving", "80", "ms", "12%", "1.250", "(1.250-1.250)", "1"]
