@@ -1,7 +1,8 @@
 """Measured times of messages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megatron_lancet.files import OMITTED_AT_DEFAULT
 from megatron_lancet.planning.figures import Factor, Ms, Size
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, MEMORY_BOUND
 
@@ -40,6 +41,7 @@ class LinkTimes:
         between_nodes_queued: like ``queued``, for the first of two hops.
         inside_node: like ``all_to_all``, for the second of two hops, inside a node.
         inside_node_queued: like ``queued``, for the second of two hops.
+        launch_ms: time of the host to launch a message on a device; 0 where the host sends it.
     """
 
     all_to_all: Points
@@ -55,6 +57,7 @@ class LinkTimes:
     between_nodes_queued: Points = ()
     inside_node: Points = ()
     inside_node_queued: Points = ()
+    launch_ms: Ms = field(default=0.0, metadata=OMITTED_AT_DEFAULT)
 
     def all_to_all_of(self, kind: str) -> Points:
         """``all_to_all`` for a kind of message: its hop's times, if it belongs to two hops."""

@@ -179,6 +179,7 @@ class OpTime:
         dispatch: what all-to-alls carried; plain for ops on which that has no effect.
         tiles: parts in which the rows went to other ranks, with which ``experts`` is one of these and ``own_experts``
             the work on rows that stay; 0 for ops on which that has no effect.
+        host_ms: time in which the host launches it; 0 where the host computes, or if that is unknown.
     """
 
     layer_kind: LayerKind
@@ -191,6 +192,7 @@ class OpTime:
     ms: Ms
     dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
     tiles: Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
+    host_ms: Ms = field(default=0.0, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ class WeightGradTime:
         pinned_bytes: memory that stays alive while it is deferred.
         weight_bytes: size of the weight's gradient.
         after: the compute op in whose backward it becomes ready.
+        host_ms: like an op's.
     """
 
     layer_kind: LayerKind
@@ -215,6 +218,7 @@ class WeightGradTime:
     pinned_bytes: Size
     weight_bytes: Size
     after: str
+    host_ms: Ms = field(default=0.0, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,8 @@ class Profile:
         paces: paces of some traced steps that are representative of all; empty if unknown.
         gradients: gradient reduction during the backward pass; None if it is part of ``rest_ms``.
         expert_load: load of the experts in the traced steps; None if unknown.
+        launch_bound: part of the step of each plan, by its text, in which the device computes as fast as the host
+            launches, and no message is in flight; empty where the host computes.
     """
 
     model: ModelFacts
@@ -332,6 +338,7 @@ class Profile:
     paces: tuple[StepPace, ...] = ()
     gradients: GradientReduction | None = None
     expert_load: ExpertLoad | None = None
+    launch_bound: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ep_size = self.model.ep_size

@@ -103,6 +103,7 @@ def measure_links(wires: Wires) -> LinkTimes:
         between_nodes_queued=between_nodes_queued,
         inside_node=inside_node,
         inside_node_queued=inside_node_queued,
+        launch_ms=_median_ms(partial(_launch_ms, wires), 0.1) if wires.device.type == "cuda" else 0.0,
     )
 
 
@@ -175,6 +176,20 @@ def _start(link: Link, device: torch.device, rows: Rows) -> Transfer:
     send, receive = rows[link.rank], [row[link.rank] for row in rows]
     sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=device)
     return link.transport.launch(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
+
+
+def _launch_ms(wires: Wires) -> float:
+    """Returns the time in which the host launches a message."""
+    link = wires.whole
+    rows = _even(SMALLEST_BYTES, link.size)
+    send, receive = rows[link.rank], [row[link.rank] for row in rows]
+    sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=wires.device)
+    received = sent.new_empty(sum(receive), _ROW_BYTES)
+    start_s = time.perf_counter()
+    transfer = link.transport.launch(received, sent, receive, send)
+    launched_s = time.perf_counter()
+    transfer.wait()
+    return (launched_s - start_s) * 1e3
 
 
 def _all_to_all_ms(start: Callable[[], Transfer]) -> float:

@@ -24,6 +24,7 @@ from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.measured.op_times import (
     OpMedians,
     Samples,
+    launch_bound_ms,
     op_key,
     op_times,
     over_ranks,
@@ -135,6 +136,7 @@ class ProfileRun:
         self._trace = Trace(model.device, dist.get_rank())
         self._traced: list[tuple[StepTrace, Plan]] = []
         self._step_ms: defaultdict[str, list[float]] = defaultdict(list)
+        self._launch_bound: defaultdict[str, list[float]] = defaultdict(list)
         self._memory: list[MemoryUse] = []
         self._received: defaultdict[int, int] = defaultdict(int)
         self._rows: dict[ChunkKey, RoutedRows] = {}
@@ -222,12 +224,15 @@ class ProfileRun:
             measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
             routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size, facts.nodes),
             paces=step_paces(paces, facts.ep_size, len(facts.layer_kinds)),
+            launch_bound={name: round(statistics.median(parts), 4) for name, parts in self._launch_bound.items()},
         )
 
     def _add(self, step: StepTrace, plan: Plan) -> None:
         facts = self._key.model
         self._traced.append((step, plan))
         self._step_ms[str(plan)].append(step.timeline.step_ms)
+        if step.host:
+            self._launch_bound[str(plan)].append(launch_bound_ms(step) / step.timeline.step_ms)
         for span in step.timeline.spans:
             if span.lane is Lane.COMM:
                 kind = Op.parse(span.name).kind

@@ -71,7 +71,7 @@ class Busy(NamedTuple):
 class Entry(NamedTuple):
     """An entry of the log; ``lane`` is the lane of a wait or weight gradient.
 
-    ``busy`` is the busy time of the thread that made it; None where it is not known.
+    ``busy`` is the busy time of the thread that made it, None where it is not known; on CUDA the host's clock.
     """
 
     what: What
@@ -179,6 +179,7 @@ class StepTrace:
             this rank. By name, in the order of waits.
         blocked: where the thread that computes was blocked, waits for messages apart; empty on CUDA, where times are
             times of the device.
+        host: on CUDA the spans of ops, waits and weight gradients by the clock of the host, which launches them.
     """
 
     timeline: RankTimeline
@@ -187,6 +188,7 @@ class StepTrace:
     routed: dict[str, RoutedRows] = field(default_factory=dict)
     bytes_to: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     blocked: tuple[Blocked, ...] = ()
+    host: tuple[Span, ...] = ()
 
 
 class Trace:
@@ -195,7 +197,7 @@ class Trace:
     def __init__(self, device: torch.device, rank: int) -> None:
         self._on_cuda = device.type == "cuda"
         self._rank = rank
-        self._busy_clock = BusyClock()
+        self._busy = (lambda: Busy(0, time.perf_counter())) if self._on_cuda else BusyClock().now
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -219,10 +221,11 @@ class Trace:
         end = self._now()
         if self._on_cuda:
             torch.cuda.synchronize()
-        spans: list[Span] = []
+        spans, host = list[Span](), list[Span]()
         blocked = () if self._on_cuda else (*blocked_in([self._first, *self.log]), *blocked_in(self._forward_log))
         for log in (self.log, self._forward_log):
             spans += spans_of([entry._replace(point=self._ms(entry.point)) for entry in log])
+            host += spans_of([e._replace(point=self._ms(e.busy.seconds)) for e in log if e.busy and self._on_cuda])
         # What a message holds leads through the step's graph back to this trace: kept, none of it would ever be freed.
         messages, self._messages = self._messages, []
         for name, num_bytes, message in messages:
@@ -237,6 +240,7 @@ class Trace:
             {name: RoutedRows.of(*routing) for name, routing in routing_maps.items()},
             {name: tuple(sent) for name, sent in self._bytes_to.items()},
             tuple(Blocked(self._ms(one.start_ms / 1e3), self._ms(one.end_ms / 1e3), one.ms) for one in sorted(blocked)),
+            tuple(host),
         )
 
     def skip(self) -> None:
@@ -340,7 +344,7 @@ class Trace:
 
     def _entry(self, what: What, name: str = "", lane: Lane = Lane.COMPUTE) -> Entry:
         """An entry for now."""
-        return Entry(what, name, self._now(), lane, None if self._on_cuda else self._busy_clock.now())
+        return Entry(what, name, self._now(), lane, self._busy())
 
     def _now(self) -> Point:
         if not self._on_cuda:

@@ -63,6 +63,7 @@ class TracedStep:
         counts_ms: times of the exchanges of token counts, in order.
         parts: of ops, by name.
         outside_ms: time before the first pass and behind the last one.
+        host: empty: the profile of a trace has no times of launches.
     """
 
     timeline: RankTimeline
@@ -74,6 +75,7 @@ class TracedStep:
     counts_ms: tuple[float, ...]
     parts: Mapping[str, OpParts]
     outside_ms: float
+    host: tuple[Span, ...] = ()
 
 
 @dataclass

@@ -21,7 +21,7 @@ def kernels_of_a_gpu(gpu: MetaGpu) -> Iterator[None]:
         stack.enter_context(replaced(sdpa, "causal_lower_right", lambda *_: None))
         stack.enter_context(replaced(torch.nn.functional, "rms_norm", _fused_rms_norm(gpu)))
         stack.enter_context(replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True))
-        stack.enter_context(megatrons_kernels_of_a_gpu(gpu.run_as_one))
+        stack.enter_context(megatrons_kernels_of_a_gpu(gpu.run_as_one, _fused_rope(gpu)))
         yield
 
 
@@ -64,3 +64,25 @@ def _fused_rms_norm(gpu: MetaGpu) -> Callable[..., torch.Tensor]:
         return output
 
     return rms_norm
+
+
+def _fused_rope(gpu: MetaGpu) -> Callable[..., torch.Tensor]:
+    """Transformer Engine's kernel: one for each of query and key, forward and backward."""
+
+    class Rope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            ctx.num_bytes = 2 * rows.nbytes + positions.nbytes
+            gpu.note_kernel("_fused_rope", ctx.num_bytes)
+            return torch.empty_like(rows)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            gpu.note_kernel("_fused_rope_backward", ctx.num_bytes)
+            return torch.empty_like(grad), None
+
+    def rope(rows: torch.Tensor, positions: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+        rotated: torch.Tensor = Rope.apply(rows, positions)
+        return rotated
+
+    return rope

@@ -82,9 +82,11 @@ def modelled_run() -> ModelledRun:
     with on_the_cluster(args, config), arguments.megatrons_refusals():
         args.rank = 0
         args.world_size = choose_world(args)[0]
-        fused_activation = args.bias_swiglu_fusion
+        fused_activation, fused_rope = args.bias_swiglu_fusion, args.apply_rope_fusion
         apply_cpu_settings(args)
         args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
+        # Megatron refuses it on a GPU without Transformer Engine. Latent attention has other kernels, not modelled.
+        args.apply_rope_fusion = fused_rope and not (args.multi_latent_attention or args.rotary_interleaved)
         args.distributed_backend = "nccl"
         normalize_args(args, config)
         arguments.check_settings(args, config)

@@ -32,6 +32,10 @@ _BY_TILES = frozenset({OpKind.PREPROCESS, OpKind.OWN_EXPERTS, OpKind.EXPERTS, Op
 """Ops that work on the rows of a tile, or whose rows lie in another order with tiles."""
 
 
+_BEHIND_HOST_MS = 0.02
+"""A device that reaches a point by so little later than the host has nothing else to do there."""
+
+
 class WeightGradSizes(Protocol):
     """Sizes of a weight gradient, like :class:`~megatron_lancet.runtime.trace.WeightGradFacts`."""
 
@@ -58,6 +62,10 @@ class MeasuredStep(Protocol):
     @property
     def weight_grads(self) -> Mapping[str, WeightGradSizes]:
         """Sizes of the weight gradients, by name."""
+
+    @property
+    def host(self) -> Sequence[Span]:
+        """The ops and weight gradients by the clock of a host that launches them; empty where the host computes."""
 
 
 class OpKey(NamedTuple):
@@ -106,6 +114,8 @@ class Samples:
         weight_bytes: bytes of the gradient that the dW adds to.
         rest_ms: time of each step outside all spans, for example in the optimizer.
         steps: the samples in ``ops``, by step.
+        host: times in which the host launches, of the same ops in each micro-batch.
+        host_of_dws: the same for weight gradients.
     """
 
     ops: dict[OpKey, list[OpSample]] = field(default_factory=lambda: defaultdict(list))
@@ -115,6 +125,8 @@ class Samples:
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
+    host: dict[OpKey, list[float]] = field(default_factory=lambda: defaultdict(list))
+    host_of_dws: dict[DwKey, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(
         self, step: MeasuredStep, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
@@ -147,8 +159,18 @@ class Samples:
             dw_key = _dw_key(Op.parse(name), plan, model)
             self.pinned_bytes[dw_key] += facts.pinned_bytes
             self.weight_bytes[dw_key] = facts.weight_bytes
+        self._add_host(step.host, plan, model)
         busy_ms = sum(span.ms for span in step.timeline.spans if span.lane is not Lane.COMM)
         self.rest_ms.append(step.timeline.step_ms - busy_ms)
+
+    def _add_host(self, host: Sequence[Span], plan: Plan, model: ModelFacts) -> None:
+        for name, spans in _computed(host).items():
+            op = Op.parse(name)
+            if op.phase is Phase.WEIGHT_GRAD:
+                self.host_of_dws[_dw_key(op, plan, model)] += [span.ms for span in spans]
+            else:
+                samples = _per_micro_batch([OpSample(span.ms, 0.0) for span in spans], model.num_micro_batches)
+                self.host[op_key(op, plan, model)] += [sample.ms for sample in samples]
 
     def medians(self, slowdown: Callable[[str], float] = lambda kind: 1.0) -> "OpMedians":
         """Returns medians over all samples, with times corrected to those without messages in flight.
@@ -167,6 +189,8 @@ class Samples:
             {key: statistics.median(values) for key, values in self.pinned_bytes.items()},
             dict(self.weight_bytes),
             statistics.median(self.rest_ms),
+            {key: statistics.median(times) for key, times in self.host.items()},
+            {key: statistics.median(times) for key, times in self.host_of_dws.items()},
         )
 
 
@@ -180,6 +204,8 @@ class OpMedians:
     pinned_bytes: Mapping[DwKey, float]
     weight_bytes: Mapping[DwKey, int]
     rest_ms: float
+    host_ms: Mapping[OpKey, float] = field(default_factory=dict)
+    dw_host_ms: Mapping[DwKey, float] = field(default_factory=dict)
 
 
 def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
@@ -191,6 +217,8 @@ def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
         _medians(rank.pinned_bytes for rank in ranks),
         {key: num_bytes for rank in ranks for key, num_bytes in rank.weight_bytes.items()},
         statistics.median(rank.rest_ms for rank in ranks),
+        _medians(rank.host_ms for rank in ranks),
+        _medians(rank.dw_host_ms for rank in ranks),
     )
 
 
@@ -205,7 +233,12 @@ def _medians[Key](ranks: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
 def op_times(medians: OpMedians, model: ModelFacts) -> tuple[OpTime, ...]:
     """Returns the op times of a profile, in a fixed order."""
     return tuple(
-        OpTime(**key._asdict(), rows=_rows(key, medians, model), ms=round(ms, 5))
+        OpTime(
+            **key._asdict(),
+            rows=_rows(key, medians, model),
+            ms=round(ms, 5),
+            host_ms=round(medians.host_ms.get(key, 0.0), 5),
+        )
         for key, ms in sorted(medians.op_ms.items())
     )
 
@@ -222,7 +255,13 @@ def weight_grad_times(medians: OpMedians, model: ModelFacts) -> tuple[WeightGrad
         pinned, weight = round(medians.pinned_bytes[key]), medians.weight_bytes[key]
         times.append(
             WeightGradTime(
-                *key, rows=round(rows), ms=round(ms, 5), pinned_bytes=pinned, weight_bytes=weight, after=after
+                *key,
+                rows=round(rows),
+                ms=round(ms, 5),
+                pinned_bytes=pinned,
+                weight_bytes=weight,
+                after=after,
+                host_ms=round(medians.dw_host_ms.get(key, 0.0), 5),
             )
         )
     return tuple(times)
@@ -280,6 +319,28 @@ def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
         return model.micro_batch_size * model.seq_length
     size, tokens_per_unit = model.size_along(key.chunk_dim)
     return chunk_sizes(size, key.num_chunks, model.chunk_multiple(key.chunk_dim))[key.chunk] * tokens_per_unit
+
+
+def launch_bound_ms(step: MeasuredStep) -> float:
+    """Time without messages in flight of the ops at whose end the device had run all that the host had launched."""
+    launched, messages = _computed(step.host), _InFlight(step.timeline.spans, None)
+    total_ms = 0.0
+    for name, spans in _computed(step.timeline.spans).items():
+        by_host = launched.get(name, [])
+        if len(by_host) != len(spans):  # the two clocks disagree about what is an op's own
+            continue
+        for span, its in zip(spans, by_host, strict=True):
+            if span.end_ms - its.end_ms < _BEHIND_HOST_MS:
+                total_ms += span.ms - messages.within_ms(span)
+    return total_ms
+
+
+def _computed(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.lane is Lane.COMPUTE:
+            found[span.name].append(span)
+    return found
 
 
 class _InFlight:

@@ -42,12 +42,14 @@ class DwCost(NamedTuple):
         name: name of the weight inside its layer.
         pinned_bytes: memory that stays alive while it is deferred.
         layers_back: distance from the layer of the op to the layer that owns the weight: a repeated layer's first.
+        host_ms: time in which the host launches it.
     """
 
     name: str
     ms: float
     pinned_bytes: int
     layers_back: int = 0
+    host_ms: float = 0.0
 
 
 class _WireTimes(NamedTuple):
@@ -234,6 +236,25 @@ class CostModel:
             )
         return _time_ms(found, kind, num_chunks, chunk, rows) * _ratio(own, plain, num_chunks)
 
+    def op_host_ms(
+        self, layer_kind: LayerKind, kind: str, phase: Phase, dim: ChunkDim, num_chunks: int, chunk: int
+    ) -> float:
+        """Time in which the host launches one op of one chunk, which rows don't change: as in the nearest measurement.
+
+        It is 0 where none was measured.
+        """
+        key, place = (layer_kind, kind, phase), (chunk + 0.5) / num_chunks
+
+        def distance(op: OpTime) -> tuple[bool, int, float]:
+            return (
+                not _fits(op, dim, num_chunks),
+                abs(op.num_chunks - num_chunks),
+                abs((op.chunk + 0.5) / op.num_chunks - place),
+            )
+
+        measured = [*self._ops.get(key, ()), *self._tiled.get(key, ())]
+        return min(measured, key=distance).host_ms if measured else 0.0
+
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
         """Weight gradients that become ready in the backward of one chunk's op, in that order.
 
@@ -256,7 +277,7 @@ class CostModel:
             used = [time for time in times if time.num_chunks == num_chunks] or times
             ms = Curve((time.rows, time.ms) for time in used).at(rows)
             pinned = Curve((time.rows, float(time.pinned_bytes)) for time in used).at(rows)
-            costs.append(DwCost(name, ms, round(pinned)))
+            costs.append(DwCost(name, ms, round(pinned), host_ms=fmean(time.host_ms for time in used)))
         return tuple(costs)
 
     def _saved_bytes(self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int, dispatch: Dispatch = PLAIN) -> int:

@@ -10,10 +10,11 @@ before all ranks have issued the message. Elsewhere (CUDA) the kernels of a mess
 on. Token counts take no bandwidth.
 
 A dispatch leaves when its counts have arrived. Where the host polls (CPU), that needs nothing of the rank, which goes
-on computing. Elsewhere (CUDA) the host enqueues ops for the device, and launching costs no time here, so the host is
-ahead of the device until it needs counts: before it launches the next collective, or when the dispatch is waited for
-(``runtime/comm.py``). It stops there until they have arrived, which includes its own round trip to the device. The
-device continues with what was enqueued before; then it is idle, since all later ops are enqueued after that time.
+on computing. Elsewhere (CUDA) the host enqueues ops for the device, and is ahead of it until it needs counts: before it
+launches the next collective, or when the dispatch is waited for (``runtime/comm.py``). It stops there until they have
+arrived, which includes its own round trip to the device. The device continues with what was enqueued before; then it is
+idle, since all later ops are enqueued after that time. Launching takes the times in the profile: an op ends when the
+device has run it, and not before the host has launched all of it.
 """
 
 import heapq
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
 from megatron_lancet.planning.simulation.cost_model import DwCost
+from megatron_lancet.planning.simulation.host import launched_after_ms
 from megatron_lancet.planning.simulation.links import NEVER, LaunchReduction, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import (
     BESIDE,
@@ -111,6 +113,7 @@ class Engine:
         self._buckets = buckets
         self._memory_slowdown = links.network.memory_slowdown
         self._is_slowed = max(self._slowdown, self._memory_slowdown) > 1
+        self._has_host = any(action.forward_host_ms + action.backward_host_ms for _, _, action in steps)
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
         self._messages: dict[int, Message] = {}
@@ -148,7 +151,7 @@ class Engine:
     def _resume(self, rank: RankState) -> None:
         """Runs a rank until it must wait or another event is earlier."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
-        is_plain = not self._is_slowed and not self._record
+        is_plain = not self._is_slowed and not self._record and not self._has_host
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
             verb, place, action = steps[rank.index]
@@ -162,7 +165,9 @@ class Engine:
                     rank.time_ms += ms
                 else:
                     slowdown = self._memory_slowdown if action.kind in MEMORY_BOUND else self._slowdown
-                    self._compute(rank, self._name(place, action.chunk, action.kind, action.tile), ms, slowdown)
+                    rank.host_ms += action.forward_host_ms if runs_forward else action.backward_host_ms
+                    name = self._name(place, action.chunk, action.kind, action.tile) if self._record else ""
+                    self._compute(rank, name, ms, slowdown)
                 if not runs_forward and action.weight_grads[column]:
                     self._put_all(rank, layer_at(place), action.weight_grads[column])
                 rank.index += 1
@@ -202,7 +207,7 @@ class Engine:
             beside_ms = min(ms * slowdown, free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
             rank.slowed_until_ms = max(rank.slowed_until_ms, start_ms + beside_ms)
-        rank.time_ms += ms
+        rank.time_ms = max(rank.time_ms + ms, rank.host_ms)
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
 
@@ -223,7 +228,8 @@ class Engine:
         ms = dw.cost.ms
         if self._paces:
             ms *= self._paces[rank.column].get(dw.layer, 1.0)
-        if self._record or self._slowdown > 1:
+        if self._record or self._slowdown > 1 or self._has_host:
+            rank.host_ms += dw.cost.host_ms
             self._compute(rank, dw.name, ms, self._slowdown)
         else:
             rank.time_ms += ms
@@ -263,8 +269,8 @@ class Engine:
         counts.issued_ms[rank.column] = rank.time_ms
         if len(counts.issued_ms) == len(self._ranks):
             counts.done_ms = rank.time_ms + self._counts_ms
-            for waiting, message in counts.waiting:
-                self.call_at(counts.done_ms, _Ready(waiting, message))
+            for waiting, message, launched_ms in counts.waiting:
+                self.call_at(max(counts.done_ms, launched_ms), _Ready(waiting, message))
             for stopped in counts.stopped:
                 self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
 
@@ -292,9 +298,10 @@ class Engine:
             return False
         rank.pending = None
         idle_from_ms = rank.time_ms
+        rank.get_counts(counts.done_ms, self._links.network.launch_ms)
         if counts.done_ms <= idle_from_ms:
             return True
-        rank.time_ms = rank.slowed_until_ms = counts.done_ms
+        rank.time_ms = rank.slowed_until_ms = max(rank.time_ms, counts.done_ms)
         rank.exposed_ms += rank.time_ms - idle_from_ms
         rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
         if self._record:
@@ -315,12 +322,15 @@ class Engine:
         counts = self._counts.get(counts_key(key))
         if counts is not None and self._keeps_order:
             rank.pending = key
-        if counts is None or counts.done_ms <= rank.time_ms:
+        launched_ms = rank.time_ms
+        if rank.pending is not None and self._has_host:
+            launched_ms = max(launched_ms, launched_after_ms(rank, self._steps, self._is_forward))
+        if counts is None or max(counts.done_ms, launched_ms) <= rank.time_ms:
             self._send(rank, message, rank.time_ms)
         elif counts.done_ms == NEVER:
-            counts.waiting.append((rank, message))
+            counts.waiting.append((rank, message, launched_ms))
         else:
-            self.call_at(counts.done_ms, _Ready(rank, message))
+            self.call_at(max(counts.done_ms, launched_ms), _Ready(rank, message))
 
     def _new_message(self, place: int, action: Action) -> Message:
         num_ranks, is_forward = len(self._ranks), self._is_forward or bool(place & BESIDE)
@@ -366,7 +376,7 @@ class Engine:
         for column in columns:
             ranks[column].num_unknown -= 1
             if self._slowdown > 1 and self._polls:
-                self._slow_past_compute(ranks[column], message)
+                ranks[column].slow_past_compute(message, self._slowdown, self._record)
         if message.waiting:
             for column in [column for column in message.waiting if message.arrival_ms[column] < NEVER]:
                 message.waiting.remove(column)
@@ -377,16 +387,6 @@ class Engine:
             for column in columns:
                 start_ms, end_ms = message.issued_ms[column], message.arrival_ms[column]
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
-
-    def _slow_past_compute(self, rank: RankState, message: Message) -> None:
-        """Delays a rank by the slowdown of what it computed during a message before this was known to be sent."""
-        from_ms, sent_ms = max(message.ready_ms, rank.slowed_until_ms), message.arrival_ms[rank.column]
-        if from_ms < min(rank.time_ms, sent_ms):
-            more = self._slowdown - 1
-            rank.time_ms += min((rank.time_ms - from_ms) * more, (sent_ms - from_ms) * more / self._slowdown)
-            rank.slowed_until_ms = min(rank.time_ms, sent_ms)
-            if self._record:
-                rank.prolong_compute()
 
     def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""

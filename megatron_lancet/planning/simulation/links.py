@@ -38,6 +38,7 @@ class Network:
     dispatches_apart: bool = False
     host_polls: bool = True
     memory_slowdown: float = 1.0
+    launch_ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

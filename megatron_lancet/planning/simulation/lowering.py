@@ -55,6 +55,8 @@ class Action:
         weight_grads: dWs that become ready in the backward.
         slot: separates the messages and counts of a layer.
         tile: index of the part of the chunk's rows; None for all of them.
+        forward_host_ms: time in which the host launches a compute op.
+        backward_host_ms: the same in the backward.
     """
 
     kind: str
@@ -68,6 +70,8 @@ class Action:
     weight_grads: tuple[tuple[DwCost, ...], ...] = ()
     slot: int = 0
     tile: int | None = None
+    forward_host_ms: float = 0.0
+    backward_host_ms: float = 0.0
 
 
 Step = tuple[type[Verb], int, Action]
@@ -202,7 +206,9 @@ class Lowering:
             for times_ms in (plain.forward_ms, plain.backward_ms)
         )
         no_weight_grads: tuple[tuple[DwCost, ...], ...] = ((),) * len(factors)
-        return Action(verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=no_weight_grads)
+        return replace(
+            plain, kind=verb.kind, forward_ms=forward_ms, backward_ms=backward_ms, weight_grads=no_weight_grads
+        )
 
     def _compute(
         self,
@@ -223,7 +229,11 @@ class Lowering:
             for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
         )
         grads = costs.weight_grads(layer, verb, chunk, rows)
-        return Action(verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=grads, tile=verb.tile)
+        host_ms = (
+            self.costs.op_host_ms(layer, verb.kind, phase, chunk.cut.dim, chunk.cut.num_chunks, chunk.number)
+            for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
+        )
+        return Action(verb.kind, chunk.number, forward_ms, backward_ms, (), (), (), (), grads, 0, verb.tile, *host_ms)
 
     def _message(self, verb: Verb, chunk: Chunk, costs: DispatchCosts) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""

@@ -31,11 +31,16 @@ class LayerDw(NamedTuple):
 
 @dataclass(slots=True)
 class CountsState:
-    """An exchange of token counts; ``stopped`` are the ranks whose hosts wait for it."""
+    """An exchange of token counts.
+
+    Attributes:
+        waiting: messages whose size it tells, each with the time before which the rank's host can't launch it.
+        stopped: ranks whose hosts wait for it.
+    """
 
     issued_ms: dict[int, float] = field(default_factory=dict)
     done_ms: float = NEVER
-    waiting: list[tuple["RankState", Message]] = field(default_factory=list)
+    waiting: list[tuple["RankState", Message, float]] = field(default_factory=list)
     stopped: list["RankState"] = field(default_factory=list)
 
 
@@ -55,6 +60,8 @@ class RankState:
     num_unknown: int = 0
     slowed_until_ms: float = 0.0
     """Up to when compute during messages is known to be slowed down, or nothing was computed."""
+    host_ms: float = 0.0
+    """Up to when the host has launched what the device runs; the device's time is never before it."""
     exposed_ms: float = 0.0
     exposed_forward_ms: float = 0.0
     peak_dw_bytes: int = 0
@@ -64,6 +71,24 @@ class RankState:
     filled: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.host_ms = self.time_ms
+
+    def slow_past_compute(self, message: Message, slowdown: float, record: bool) -> None:
+        """Delays it by the slowdown of what it computed during a message before this was known to be sent."""
+        from_ms, sent_ms = max(message.ready_ms, self.slowed_until_ms), message.arrival_ms[self.column]
+        if from_ms < min(self.time_ms, sent_ms):
+            more = slowdown - 1
+            self.time_ms += min((self.time_ms - from_ms) * more, (sent_ms - from_ms) * more / slowdown)
+            self.slowed_until_ms = min(self.time_ms, sent_ms)
+            if record:
+                self.prolong_compute()
+
+    def get_counts(self, done_ms: float, launch_ms: float) -> None:
+        """Lets the host go on when it has token counts, and launch their message."""
+        self.host_ms = max(self.host_ms, done_ms) + launch_ms
+        self.time_ms = max(self.time_ms, self.host_ms)
 
     def prolong_compute(self) -> None:
         """Makes the last span of compute end now."""

@@ -142,6 +142,7 @@ class Simulator:
             link.dispatches_apart,
             link.host_polls,
             link.slowdown(OpKind.PREPROCESS),
+            link.launch_ms,
         )
         self._forwards: dict[tuple[tuple[Segment, ...], Dispatch, bool], tuple[tuple[Stage, PhaseResult], ...]] = {}
         self._ends: dict[Plan, list[Played]] = {}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.patching import around, replaced
@@ -32,11 +33,11 @@ def own_copy_stream() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def megatrons_kernels_of_a_gpu(run_as_one: Callable[[Callable[..., Any], Sequence[Any]], Any]) -> Iterator[None]:
-    """Inside the context Megatron's modules enqueue what they would on a GPU.
-
-    Args:
-        run_as_one: runs a function with its arguments as one kernel.
+def megatrons_kernels_of_a_gpu(
+    run_as_one: Callable[[Callable[..., Any], Sequence[Any]], Any], rope: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside the context Megatron's modules enqueue what they would on a GPU; ``run_as_one`` runs a function as one
+    kernel, and ``rope`` takes the place of Transformer Engine's rotary embedding.
     """
 
     def compiled(stock: Callable[..., Any], *args: Any) -> Any:
@@ -44,13 +45,10 @@ def megatrons_kernels_of_a_gpu(run_as_one: Callable[[Callable[..., Any], Sequenc
 
     with ExitStack() as stack:
         stack.enter_context(replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host))
-        # Functions of the fused activation that torch.compile makes one kernel of.
-        stack.enter_context(around(fused_bias_swiglu, "swiglu", compiled))
-        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu", compiled))
-        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu", compiled))
-        stack.enter_context(around(fused_bias_swiglu, "swiglu_back", compiled))
-        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu_back", compiled))
-        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu_back", compiled))
+        stack.enter_context(replaced(rope_utils, "fused_apply_rotary_pos_emb", rope))
+        for name in ("swiglu", "bias_swiglu", "weighted_swiglu"):  # torch.compile makes one kernel of each
+            stack.enter_context(around(fused_bias_swiglu, name, compiled))
+            stack.enter_context(around(fused_bias_swiglu, f"{name}_back", compiled))
         yield
 
 

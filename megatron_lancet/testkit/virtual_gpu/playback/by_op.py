@@ -27,10 +27,25 @@ _WHAT = {END: What.END, SKIP: What.SKIP, BEGIN: What.CUT, RESUME: What.RESUME}
 
 def timeline_of(played: Playback, messages: Iterable[MarkedMessage]) -> RankTimeline:
     """The timeline of rank 0, like a real step's: ops and waits of the compute stream, and messages."""
+    spans = _spans(played.marks)
+    for one in messages:
+        start_us, end_us = (played.events_us[event] for event in (one.start_event, one.end_event))
+        spans.append(Span(one.name, Lane.COMM, start_us / 1e3, end_us / 1e3, one.num_bytes))
+    spans.sort(key=lambda span: (span.start_ms, span.end_ms))
+    return RankTimeline(0, tuple(spans), played.step_us / 1e3)
+
+
+def host_spans(played: Playback) -> tuple[Span, ...]:
+    """The ops and waits by the clock of the host, like those of a real step's trace."""
+    marks = (mark for mark, _ in played.marks)
+    return tuple(_spans(zip(marks, played.marks_on_host_us, strict=True)))
+
+
+def _spans(marks: Iterable[tuple[Mark, float]]) -> list[Span]:
     own: list[TraceEntry] = []
     of_turns: list[TraceEntry] = []
     is_turn = False
-    for mark, at_us in played.marks:
+    for mark, at_us in marks:
         at_ms = at_us / 1e3
         if mark.kind in (TURN_BEGINS, TURN_ENDS):
             is_turn = mark.kind == TURN_BEGINS
@@ -38,12 +53,7 @@ def timeline_of(played: Playback, messages: Iterable[MarkedMessage]) -> RankTime
             of_turns.append(TraceEntry(What.RETURN if is_turn else What.LEAVE, "", at_ms))
         else:
             (of_turns if is_turn else own).append(TraceEntry(_WHAT[mark.kind], mark.name, at_ms, _lane(mark)))
-    spans = [*spans_of(own), *spans_of(of_turns)]
-    for one in messages:
-        start_us, end_us = (played.events_us[event] for event in (one.start_event, one.end_event))
-        spans.append(Span(one.name, Lane.COMM, start_us / 1e3, end_us / 1e3, one.num_bytes))
-    spans.sort(key=lambda span: (span.start_ms, span.end_ms))
-    return RankTimeline(0, tuple(spans), played.step_us / 1e3)
+    return [*spans_of(own), *spans_of(of_turns)]
 
 
 def _lane(mark: Mark) -> Lane:

@@ -72,6 +72,7 @@ class Playback:
         messages: in the order of their launches.
         events_us: time at which each event is reached, by its number.
         marks: each mark with the time at which the compute stream reaches it.
+        marks_on_host_us: the time at which the host gets to each mark.
         step_us: until the last kernel or message ends and the host is done.
         busy_us: time for which the compute stream runs kernels.
         for_messages_us: time for which compute stands still while a message that it waits for is on the wire. It
@@ -84,6 +85,7 @@ class Playback:
     messages: Sequence[PlayedMessage]
     events_us: dict[int, float]
     marks: Sequence[tuple[Mark, float]]
+    marks_on_host_us: Sequence[float]
     step_us: float
     busy_us: float
     for_messages_us: float
@@ -175,6 +177,7 @@ class _Player:
         """Of the compute stream."""
         self._events_us: dict[int, float] = {}
         self._marks: list[tuple[Mark, float]] = []
+        self._marks_on_host_us: list[float] = []
         self._busy_us = 0.0
         self._own_messages_us = 0.0
         self._blocked: list[Interval] = []
@@ -201,6 +204,7 @@ class _Player:
                 self._wait_on_host(entry)
             case Mark():
                 self._marks.append((entry, self._reaches_us(self._compute)))
+                self._marks_on_host_us.append(self._host_us)
 
     def result(self) -> Playback:
         on_wire = _union(message.on_wire for message in self._messages if message.stream != self._compute)
@@ -214,6 +218,7 @@ class _Player:
             self._messages,
             self._events_us,
             self._marks,
+            self._marks_on_host_us,
             max(self._host_us, *self._free_us.values(), 0.0),
             self._busy_us,
             for_messages_us + self._own_messages_us,
