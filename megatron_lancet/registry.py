@@ -5,7 +5,7 @@ remove a feature, delete its folder and its lines.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from megatron_lancet.model.parts import ModelPart
     from megatron_lancet.runtime.position import Position
     from megatron_lancet.schedule.dispatch import Dispatch
+    from megatron_lancet.schedule.ops import Layer
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.tuning.feature:TUNING",
+    "megatron_lancet.features.shortcut.feature:SHORTCUT",  # before pairs, which take the plan as it is
     "megatron_lancet.features.tiles.feature:TILES",
     "megatron_lancet.features.pairing.feature:PAIRING",
     "megatron_lancet.features.two_hop.feature:NODES",
@@ -44,6 +46,7 @@ _FEATURES: tuple[str, ...] = (
 _MODEL_PARTS: tuple[str, ...] = (
     "megatron_lancet.features.hybrid.model:HYBRID",
     "megatron_lancet.features.mtp.model:PREDICTIONS",
+    "megatron_lancet.features.shortcut.model:SHORTCUT",
     "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
     "megatron_lancet.features.documents.model:DOCUMENTS",
     "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
@@ -75,6 +78,11 @@ _TILED: tuple[str, ...] = (
 )
 """Makes a dispatch with tiles of another one; empty where no dispatch has tiles."""
 
+_WIRINGS: dict[str, str] = {
+    "late-sum": "megatron_lancet.features.shortcut.order:late_sum",
+}
+"""The orders in which a stack runs the ops of its layers, but for one layer after the other."""
+
 
 @cache
 def features() -> "tuple[Feature, ...]":
@@ -97,6 +105,27 @@ def tiled() -> "Callable[..., Dispatch]":
     """Makes a dispatch with tiles: from another one, the number of tiles, and when local tokens run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
+
+
+def wired(wiring: str, layers: "Sequence[tuple[int, Layer]]") -> "Sequence[tuple[int, Layer]]":
+    """The verbs of neighbouring layers, in the order in which a stack with this wiring runs them.
+
+    Args:
+        wiring: its name; empty for one layer after the other.
+        layers: global number and verbs of each.
+
+    Returns:
+        Global number and verbs, in pieces: a layer may come several times.
+
+    Raises:
+        UsageError: the installation does not have the wiring.
+    """
+    if not wiring:
+        return layers
+    if wiring not in _WIRINGS:
+        raise UsageError(f"this installation of Megatron-Lancet has no wiring {wiring}. Install the full package.")
+    order: Callable[[Sequence[tuple[int, Layer]]], Sequence[tuple[int, Layer]]] = load(_WIRINGS[wiring])
+    return order(layers)
 
 
 def position_class() -> "type[Position]":

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -45,6 +45,7 @@ def overlap(
     sdpa: bool = False,
     overlaps_evaluation: bool = False,
     documents: bool = False,
+    wiring: str = "",
 ) -> None:
     """Gives ``model`` the overlapping stack of layers, in place; parameters and their names stay.
 
@@ -55,6 +56,7 @@ def overlap(
         sdpa: use torch's fused attention kernel also where a plan doesn't need it.
         overlaps_evaluation: also run forward passes without gradients by the plan.
         documents: prepare all attentions for packed documents (``packed_seq_params``), which need the fused kernel.
+        wiring: see :class:`OverlappingLayer`.
 
     Raises:
         UsageError: the overlapping block does not support a part of the model, or the plan is another model's.
@@ -63,7 +65,7 @@ def overlap(
     block: LayersByPlan = adopt(model.decoder, own_class)
     block.comm = comm
     block.overlapping_layers = [
-        _prepare_layer(layer, cast(int, layer.layer_number), recompute_of_layer(model.config, index), comm)
+        replace(_prepare_layer(layer, layer.layer_number, recompute_of_layer(model.config, index), comm), wiring=wiring)
         for index, layer in enumerate(block.layers)
     ]
     block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None

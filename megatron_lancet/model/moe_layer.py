@@ -99,9 +99,9 @@ def postprocess(moe: OverlappingMoE, x: ChunkState) -> None:
     (output_nH,) = x.rows
     x.output_sbH = moe.dispatcher.unpermute(output_nH, x.permutation)
     del x.rows, x.permutation
-    if moe.stock.use_shared_expert:
+    if x.shared_sbH is not None:
         x.output_sbH = x.output_sbH + x.shared_sbH
-        del x.shared_sbH
+        x.shared_sbH = None
 
 
 OPS: ForwardOps = {

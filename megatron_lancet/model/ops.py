@@ -37,7 +37,7 @@ class ChunkState:
         has_output: whether ``rows`` are the outputs of the chunk's local tokens already, before the experts' turn.
         message: the all-to-all in flight.
         ticket: edge of the graph from the launch of the message to its wait.
-        shared_sbH: output of the experts that see all tokens, [s, b, H].
+        shared_sbH: output of the experts that see all tokens until it is added, [s, b, H].
         output_sbH: output of all experts, [s, b, H].
     """
 
@@ -56,7 +56,7 @@ class ChunkState:
     has_output: bool = False
     message: AllToAll
     ticket: torch.Tensor
-    shared_sbH: torch.Tensor
+    shared_sbH: torch.Tensor | None = None
     output_sbH: torch.Tensor
 
     def __init__(self, chunk: Chunk) -> None:
@@ -118,7 +118,7 @@ def _traced(trace: Recorder, instruction: Instruction, x: ChunkState) -> Iterato
     verb, op = instruction.verb, instruction.op
     if verb in _FORKS:
         setattr(x, _FORKS[verb], trace.boundary(getattr(x, _FORKS[verb]), str(op.mirrored())))
-    elif isinstance(verb, AddResidual) and x.chunk.num_chunks == 1:
+    elif verb == AddResidual(OpKind.POSTPROCESS) and x.chunk.num_chunks == 1:
         # After a concatenation, which is another op.
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):

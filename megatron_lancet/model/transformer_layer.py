@@ -50,6 +50,7 @@ class OverlappingLayer:
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
         prediction: the multi-token prediction that it belongs to; None in the decoder.
+        wiring: name of the order in which a stack runs the ops of its layers; empty for one layer after the other.
     """
 
     number: int
@@ -60,6 +61,7 @@ class OverlappingLayer:
     comm: Comm
     recompute: Recompute = NOTHING
     prediction: MultiTokenPredictionLayer | None = None
+    wiring: str = ""
 
     def numbered(self, number: int) -> "OverlappingLayer":
         """The same layer under another number."""
@@ -74,13 +76,8 @@ class OverlappingLayer:
         """
         has_shared_experts = self.moe is not None and self.moe.stock.use_shared_expert
         pads_to_capacity = self.stock.config.moe_pad_expert_input_to_capacity
-        verbs = turns.verbs_of(
-            self.kind,
-            has_shared_experts,
-            pads_to_capacity,
-            segment.num_chunks,
-            segment.in_tiles(dispatch),
-        )
+        sent, num_chunks = segment.in_tiles(dispatch), segment.num_chunks
+        verbs = turns.verbs_of(self.kind, has_shared_experts, pads_to_capacity, num_chunks, sent)
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 

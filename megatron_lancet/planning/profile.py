@@ -77,6 +77,8 @@ class ModelFacts:
         prob_bytes: bytes of one probability of an expert.
         nodes: how expert-parallel groups lie on nodes; None if two hops are impossible, or unknown.
         expert_tp_size: number of ranks that hold the parts of the same experts.
+        wiring: name of the order in which stacks run the ops of their layers, see
+            :func:`~megatron_lancet.registry.wired`; empty for one layer after the other.
     """
 
     name: str
@@ -103,6 +105,7 @@ class ModelFacts:
     prob_bytes: CountFrom1 = 4
     nodes: Nodes | None = None
     expert_tp_size: CountFrom1 = 1
+    wiring: str = field(default="", metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):

@@ -31,6 +31,7 @@ ALIASES = {
     "placement": ("placement", "placed", "rebalance"),
     "row_bound": ("row bound", "row limit", "expert rows", "split chunks", "rounds"),
     "te": ("te", "transformer engine"),
+    "shortcut": ("late sum", "wired pairs"),
     "tiles": ("tile", "tiled", "tiling"),
     "tuning": ("tune", "tuner", "tuned"),
     "two_hop": ("two hops", "hop", "hops", "node", "nodes"),

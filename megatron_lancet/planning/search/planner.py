@@ -164,7 +164,7 @@ class Planner:
         self._limits = limits
         self._space = SearchSpace.of(costs, limits)
         num_segmentations = self._space.num_segmentations()
-        self._is_exact = num_segmentations <= max_exhaustive
+        self._is_exact = self._space.is_uniform or num_segmentations <= max_exhaustive
         self._pairs_all = self._is_exact and num_segmentations <= _MAX_PAIRED
         self._seen: dict[Plan, Alternative] = {}
         self._best: Alternative | None = None

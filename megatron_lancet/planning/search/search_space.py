@@ -78,6 +78,7 @@ class SearchSpace:
         joints: numbers of the layers that begin a run on the stage of the layer before.
         pairing: allowed values of whether backwards are paired with forwards.
         tiled: the choices with tiles, which not every dispatch can have.
+        is_uniform: whether all layers run alike in all plans.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
         rival: another dispatch that may be better, which simulations decide; None if there is none.
         lost: dispatches that are allowed and possible but not as good, and why.
@@ -93,6 +94,7 @@ class SearchSpace:
     rival: Dispatch | None = None
     lost: tuple[tuple[Dispatch, str], ...] = ()
     tiled: tuple[Segment, ...] = ()
+    is_uniform: bool = False
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -102,6 +104,7 @@ class SearchSpace:
             RecordError: no plan is allowed.
         """
         choices: list[Segment] = []
+        limits = of_wiring(limits) if costs.model.wiring else limits
         excluded = list(limits.excluded)
         for dim in limits.chunk_dims:
             profiled = costs.profiled_chunk_counts(dim)
@@ -146,7 +149,7 @@ class SearchSpace:
         tiled = tuple(choice for choice in unique if choice.tiles)
         joints = _joints(costs.model)
         space = SearchSpace(tuple(unique), runs, limits, kept, joints, pairing, dispatch, rival, lost, tiled)
-        return space.with_dispatch(dispatch)
+        return replace(space.with_dispatch(dispatch), is_uniform=bool(costs.model.wiring))
 
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
         """The space of plans with another dispatch, with tiles where it can have some."""
@@ -177,6 +180,8 @@ class SearchSpace:
 
     def num_segmentations(self) -> int:
         """Number of divisions of the layers into segments, times the choices for each segment."""
+        if self.is_uniform:
+            return len(self.choices)
         total = 1
         for first, last in self.runs:
             total *= len(self.choices) * (1 + len(self.choices)) ** (last - first)
@@ -184,7 +189,7 @@ class SearchSpace:
 
     def segmentations(self) -> Iterator[tuple[Segment, ...]]:
         """Yields every segmentation; feasible in small spaces only."""
-        yield from self._from(0)
+        yield from self.uniform() if self.is_uniform else self._from(0)
 
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
         """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
@@ -217,6 +222,22 @@ class SearchSpace:
             for choice in self.choices:
                 for tail in self._cuts(end + 1, last):
                     yield (choice.with_layers(first, end), *tail)
+
+
+def of_wiring(limits: Limits) -> Limits:
+    """The limits where layers run ops between their neighbours', see :func:`~megatron_lancet.registry.wired`.
+
+    No cut may pass between these, so chunks go through whole segments, and the layers of a stage are one segment.
+    """
+    ranges = tuple(one for one in limits.ranges if one.has_attention)
+    why = "its layers run between each other's ops"
+    return replace(
+        limits,
+        ranges=ranges,
+        num_chunks=limits.num_chunks if ranges else (1,),
+        tiles=(0,),
+        excluded=(*limits.excluded, Exclusion("ranges but stack, tiles and several segments", why, is_evident=True)),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""MoE layers whose routed sum is added one layer later."""

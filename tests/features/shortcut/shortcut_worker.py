@@ -1,0 +1,138 @@
+"""Megatron's own modules and ours, wired alike, side by side: every parameter's gradient, every report to DDP."""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.features.shortcut.feature import ActiveShortcut
+from megatron_lancet.schedule.plan import Plan
+from tests.features.case import LAYOUTS, Case
+from tests.features.shortcut import cases
+from tests.parity.gradients.connections import parallel
+from tests.parity.gradients.disturbances import erratic_wire
+from tests.parity.gradients.gradients_worker import (
+    build,
+    deferred_weights,
+    gradients,
+    largest,
+    logged_losses,
+    micro_batches,
+    trained,
+    wrap_with_ddp,
+)
+from tests.parity.gradients.observer import Observer
+from tests.parity.paired.paired_worker import step
+
+NUM_MICRO_BATCHES = (1, 3)
+"""Of the two steps of a comparison."""
+_STOCK: dict[str, Any] = {}
+
+
+def stock_run(overrides: dict[str, Any], is_wired: bool = True) -> tuple[dict[str, Any], list[Any], dict[str, Any], Any]:
+    """Weights, steps, logged losses and evaluation of Megatron's modules; run once for all plans of a model."""
+    key = repr((overrides, is_wired))
+    if key not in _STOCK:
+        model, config, precision = build(overrides)
+        weights = copy.deepcopy(model.state_dict())
+        if is_wired:
+            ActiveShortcut().prepare_stock([model])
+        shards = overrides.get("distributed_optimizer", False)
+        stock = wrap_with_ddp(model, config, precision, deferred=False, distributed_optimizer=shards)
+        steps = [(step(stock, num), gradients(model)) for num in NUM_MICRO_BATCHES]
+        _STOCK[key] = weights, steps, logged_losses(), evaluated(stock)
+    return _STOCK[key]
+
+
+def evaluated(ddp: Any) -> torch.Tensor:
+    """The losses of tokens in an evaluation."""
+    ddp.eval()
+    with torch.no_grad():
+        losses = ddp(**{"attention_mask": None, **next(micro_batches(1))})
+    ddp.train()
+    logged_losses()
+    return losses.float()
+
+
+def ours(overrides: dict[str, Any], weights: dict[str, Any], plan: Plan) -> tuple[Any, Any, Any]:
+    """Our model with these weights: the model, its setup and its DDP."""
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    model, config, precision = build(overrides)
+    model.load_state_dict(copy.deepcopy(weights))
+    cpu = torch.device("cpu")
+    sdpa = config.context_parallel_size > 1
+    setup = OverlapSetup(plan, cpu, CommStats(cpu), timedelta(minutes=2), sdpa, features=[ActiveShortcut()])
+    setup([model])
+    shards = overrides.get("distributed_optimizer", False)
+    return model, setup, wrap_with_ddp(model, config, precision, setup.delays_weight_grads, True, shards)
+
+
+def compare(case: Case, config: dict[str, Any], disturb: Callable[[ExitStack], None] | None = None) -> dict[str, Any]:
+    """Two steps of both on the same weights and data; how far they are apart.
+
+    Args:
+        config: sizes of the layout.
+        disturb: a negative control.
+    """
+    from megatron_lancet.features.pairing.schedules import paired_schedules
+
+    overrides = {**config, **case.overrides}
+    weights, stock, stock_logged, stock_evaluated = stock_run(overrides)
+    model, setup, ddp = ours(overrides, weights, case.plan)
+    with ExitStack() as stack:
+        stack.enter_context(paired_schedules(lambda: setup.stages))
+        if case.disturbed:
+            erratic_wire(stack)
+        if disturb is not None:
+            disturb(stack)
+        first, second = NUM_MICRO_BATCHES
+        results = [(step(ddp, first), gradients(model))]
+        observer = Observer(stack, ddp)
+        results.append((step(ddp, second), gradients(model)))
+    setup.check_step(lambda: None)
+    logged = logged_losses()
+    pairs = list(zip(results, stock, strict=True))
+    return {
+        "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
+        "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
+        "zero_gradients": [name for name, gradient in results[1][1].items() if not gradient.any()],
+        "logged": max((relative_difference(logged[name], stock_logged[name]) for name in stock_logged), default=0.0),
+        "logged_names_equal": logged.keys() == stock_logged.keys(),
+        "state_keys_equal": list(model.state_dict()) == list(weights),
+        "evaluation_equal": evaluated(ddp).equal(stock_evaluated),
+        "collectives": observer.collectives,
+        "reports": dict(observer.reports),
+        "reports_of_deferred": [weight.num_reported for weight in deferred_weights(model)],
+        "parameters": list(trained(model)),
+    }
+
+
+def on_two_ranks() -> dict[str, Any]:
+    """What is found for each case, by its name."""
+    with parallel({"expert_model_parallel_size": 2}) as config:
+        config = {**config, "expert_model_parallel_size": 2}
+        results = {name: compare(case, config) for name, case in cases.CASES.items()}
+        overrides = {**config, **cases.MODEL}
+        unwired = stock_run(overrides, is_wired=False)[1]
+        results["unwired"] = {"loss": relative_difference(unwired[0][0], stock_run(overrides)[1][0][0])}
+    return results
+
+
+def on_four_ranks() -> dict[str, Any]:
+    """The same in layouts of four ranks."""
+    from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
+
+    results = {}
+    with sequence_parallel_with_torch_norm():
+        for layout in dict.fromkeys(case.layout for case in cases.IN_LAYOUTS.values()):
+            assert layout is not None
+            with parallel(LAYOUTS[layout]) as config:
+                chosen = {name: case for name, case in cases.IN_LAYOUTS.items() if case.layout == layout}
+                results |= {name: compare(case, config) for name, case in chosen.items()}
+    return results
