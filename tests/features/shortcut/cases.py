@@ -1,10 +1,8 @@
 """Models and plans in which routed sums are added one layer later."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_lancet.features.dedup.order import DEDUP
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan, paired
 from tests.features.case import Case
 from tests.parity.gradients.variants import FULL, MLA, RECOMPUTE
@@ -55,5 +53,3 @@ IN_LAYOUTS: dict[str, Case] = {
     "EP4/dedup/k=1": _case({"num_moe_experts": 8}, fixed_plan(1, dispatch=DEDUP), "EP4", disturbed=True),
     "EP2xDP2/distributed-optimizer/k=1": _case({"distributed_optimizer": True}, ONE, "EP2xDP2", disturbed=True),
 }
-SWITCHED: tuple[Plan, ...] = (ONE, paired(ONE), TWO, replace(ONE, dispatch=DEDUP))
-NARROW = CommDtype.FP8

@@ -48,6 +48,7 @@ MODELS = {
     "padded": Model((0, 1, 1), overrides={**SHARED, **PADDED}),
     "two-nodes": Model((1, 0, 1), overrides=SHARED, nodes=Nodes(2, EP_SIZE // 2)),
     "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
+    "wired-pairs": Model((1, 0, 1, 0), overrides=SHARED, is_wired=True),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }
 """Layers with experts and without in each of them; two experts a rank. Layers of the hybrid model have one part."""

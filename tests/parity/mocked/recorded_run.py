@@ -211,6 +211,7 @@ class Model:
         overrides: of Megatron's config.
         pattern: symbol of each layer of a hybrid model; None for a GPT.
         nodes: how the expert-parallel ranks lie on nodes; None for a model without two hops.
+        is_wired: whether routed sums are added one layer later.
     """
 
     moe_layers: Sequence[int]
@@ -218,6 +219,7 @@ class Model:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     pattern: str | None = None
     nodes: Nodes | None = None
+    is_wired: bool = False
 
     def record(self, plan: Plan, num_filled: Mapping[str, int] | None, has_priority: bool) -> list[Recorded]:
         """A step under ``plan``: what each micro-batch did.
@@ -265,7 +267,8 @@ class Model:
         setup = self._setup
         model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)
         dispatches = [TWO_HOP] if self.nodes is not None else []
-        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches, has_tiles=True)
+        has_tiles = not self.is_wired
+        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches, has_tiles=has_tiles)
         run = ProfileRun(model, plans, num_traced_steps=1)
         for index, plan in enumerate(run.plans):
             setup.switch(plan)
@@ -308,13 +311,14 @@ class Model:
 
     @cached_property
     def _setup(self) -> Any:
+        from megatron_lancet.features.shortcut.feature import ActiveShortcut
         from megatron_lancet.features.two_hop.feature import ActiveNodes
         from megatron_lancet.training.overlap_setup import OverlapSetup
 
         device = torch.device("cpu")
         stats, timeout = CommStats(device), timedelta(minutes=2)
-        nodes = [ActiveNodes(self.nodes, device, stats, timeout)]
-        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, features=nodes)
+        features = [ActiveNodes(self.nodes, device, stats, timeout), *([ActiveShortcut()] if self.is_wired else [])]
+        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, features=features)
         setup([self._module])
         return setup
 

@@ -129,6 +129,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if num_chunks == 3 else "shared-experts")
     yield from two_hop_cases()
     yield from tile_cases()
+    yield from wired_cases()
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
 
 
@@ -155,6 +156,18 @@ def tile_cases() -> Iterator[tuple[str, Case]]:
     yield "tiles-dedup-full-recompute", Case(dataclasses.replace(plan, dispatch=DEDUP), "full-recompute")
     yield "tiles-padded", Case(fixed_plan(1, overlap_range=EXPERTS, tiles=2), "padded")
     yield "tiles-segments", Case(segmented(Segment(1, 2, 2, SEQUENCE), Segment(3, None, 1, tiles=2)))
+
+
+def wired_cases() -> Iterator[tuple[str, Case]]:
+    for num_chunks, dim in ((1, BATCH), (2, BATCH), (3, SEQUENCE)):
+        plan = fixed_plan(num_chunks, chunk_dim=dim)
+        yield f"wired-pairs-k{num_chunks}", Case(plan, "wired-pairs", has_priority=True)
+    for message_ms in (SLOW_MS, FAST_MS):
+        yield f"wired-pairs-k1-{message_ms}-ms", Case(fixed_plan(1), "wired-pairs", message_ms)
+    yield "wired-pairs-dw-none", Case(fixed_plan(1, DwPolicy.NONE), "wired-pairs")
+    yield "wired-pairs-dedup", Case(fixed_plan(1, dispatch=DEDUP), "wired-pairs")
+    yield "wired-pairs-fitted-gaps", Case(fixed_plan(1), "wired-pairs", message_ms=4.0, has_fitted_gaps=True)
+    yield "wired-pairs-cuda-fitted-gaps", Case(fixed_plan(1), "wired-pairs", has_fitted_gaps=True, host_polls=False)
 
 
 def cases_without_polling() -> Iterator[tuple[str, Case]]:
