@@ -5,7 +5,7 @@ remove a feature, delete its folder and its lines.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_lancet.model.parts import ModelPart
     from megatron_lancet.runtime.position import Position
     from megatron_lancet.schedule.dispatch import Dispatch
-    from megatron_lancet.schedule.ops import Layer
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.tuning.feature:TUNING",
@@ -64,8 +63,9 @@ _POSITION: tuple[str, ...] = (
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
     "export-hf": "megatron_lancet.features.hugging_face.export:Export",
+    "late-sum": "megatron_lancet.features.shortcut.order:late_sum",
 }
-"""Commands that flags run in place of a training, and what commands of ``lancet`` take from features."""
+"""Commands that flags run in place of a training, and what commands of ``lancet`` and stacks of layers take by name."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -77,11 +77,6 @@ _TILED: tuple[str, ...] = (
     "megatron_lancet.features.tiles.order:Tiled",  # a line of its own, as each feature has
 )
 """Makes a dispatch with tiles of another one; empty where no dispatch has tiles."""
-
-_WIRINGS: dict[str, str] = {
-    "late-sum": "megatron_lancet.features.shortcut.order:late_sum",
-}
-"""The orders in which a stack runs the ops of its layers, but for one layer after the other."""
 
 
 @cache
@@ -107,27 +102,6 @@ def tiled() -> "Callable[..., Dispatch]":
     return made
 
 
-def wired(wiring: str, layers: "Sequence[tuple[int, Layer]]") -> "Sequence[tuple[int, Layer]]":
-    """The verbs of neighbouring layers, in the order in which a stack with this wiring runs them.
-
-    Args:
-        wiring: its name; empty for one layer after the other.
-        layers: global number and verbs of each.
-
-    Returns:
-        Global number and verbs, in pieces: a layer may come several times.
-
-    Raises:
-        UsageError: the installation does not have the wiring.
-    """
-    if not wiring:
-        return layers
-    if wiring not in _WIRINGS:
-        raise UsageError(f"this installation of Megatron-Lancet has no wiring {wiring}. Install the full package.")
-    order: Callable[[Sequence[tuple[int, Layer]]], Sequence[tuple[int, Layer]]] = load(_WIRINGS[wiring])
-    return order(layers)
-
-
 def position_class() -> "type[Position]":
     """The class of the position of a rank."""
     found: type[Position] = load(next(iter(_POSITION), "megatron_lancet.runtime.position:Position"))
@@ -146,7 +120,7 @@ def model_parts() -> "tuple[ModelPart, ...]":
 
 
 def command(flag: str) -> Callable[..., Any]:
-    """The command, or the part of one, of this name.
+    """The command of this name, or what a command or a stack of layers takes by this name.
 
     Raises:
         UsageError: the installation does not have it.

@@ -33,7 +33,6 @@ from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.samples import DocumentReader, Documents, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
-from megatron_lancet.registry import wired
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -307,7 +306,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
             verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
-            instructions = program(wired(layers[0].wiring, verbs), segment.num_chunks, segment.range)
+            instructions = program(verbs, segment.num_chunks, segment.range, layers[0].wiring)
             segments.append(SegmentForward(segment, own, instructions, ops_of(segment, plan.dispatch)))
     return segments
 

@@ -50,7 +50,7 @@ class OverlappingLayer:
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
         prediction: the multi-token prediction that it belongs to; None in the decoder.
-        wiring: name of the order in which a stack runs the ops of its layers; empty for one layer after the other.
+        wiring: see :func:`~megatron_lancet.schedule.turns.program`.
     """
 
     number: int

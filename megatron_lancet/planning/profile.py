@@ -77,8 +77,7 @@ class ModelFacts:
         prob_bytes: bytes of one probability of an expert.
         nodes: how expert-parallel groups lie on nodes; None if two hops are impossible, or unknown.
         expert_tp_size: number of ranks that hold the parts of the same experts.
-        wiring: name of the order in which stacks run the ops of their layers, see
-            :func:`~megatron_lancet.registry.wired`; empty for one layer after the other.
+        wiring: see :func:`~megatron_lancet.schedule.turns.program`.
     """
 
     name: str

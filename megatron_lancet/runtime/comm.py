@@ -24,14 +24,7 @@ import torch
 
 from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.exchange import (
-    CountsExchange,
-    Exchange,
-    Handle,
-    LocalExchange,
-    PendingSplits,
-    RowSplits,
-)
+from megatron_lancet.runtime.exchange import CountsExchange, Exchange, Handle, LocalExchange, PendingSplits, RowSplits
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.position import Position
 from megatron_lancet.runtime.recorder import Recorder, waiting

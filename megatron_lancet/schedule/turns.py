@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatron_lancet import registry
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import (
@@ -153,14 +154,19 @@ def mtp_layer(layer: Layer) -> Layer:
     return (MTP_PROJECTION, *layer)
 
 
-def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
+def program(
+    layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange, wiring: str = ""
+) -> Program:
     """Returns what runs in a segment's layers, forward, in order.
 
     Args:
         layers: global number and verbs of each.
         num_chunks: number of chunks of a micro-batch.
         overlap_range: the part of the layers that runs in chunks.
+        wiring: name in the registry of what brings the verbs of all layers into another order, in pieces with the
+            number of their layer; empty for one layer after the other.
     """
+    layers = registry.command(wiring)(layers) if wiring else layers
     if num_chunks == 1:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
     instructions: Program = []

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lancet.schedule.ops import AddResidual, Compute, Layer, OpKind, Wait
 
 NAME = "late-sum"
-"""The wiring's name, see ``registry.py``."""
+"""The name of :func:`late_sum` in ``registry.py``."""
 ADD_SHARED = AddResidual(OpKind.SHARED_EXPERTS)
 """Adds the output of the shared experts to the residual, at once."""
 _ATTENTION, _MLP = Compute(OpKind.ATTENTION), Compute(OpKind.MLP)

@@ -29,10 +29,7 @@ class MaskLimit(Enum):
     NO_LATER = "local layers with --context-parallel-size attend to no later positions"
 
 
-_ADVICE = {
-    MaskLimit.CAUSAL: "--lancet-chunk-dim batch",
-    MaskLimit.NO_LATER: "--transformer-impl transformer_engine",
-}
+_ADVICE = {MaskLimit.CAUSAL: "--lancet-chunk-dim batch", MaskLimit.NO_LATER: "--transformer-impl transformer_engine"}
 
 
 def look_once(

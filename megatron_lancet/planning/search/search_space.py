@@ -225,7 +225,7 @@ class SearchSpace:
 
 
 def of_wiring(limits: Limits) -> Limits:
-    """The limits where layers run ops between their neighbours', see :func:`~megatron_lancet.registry.wired`.
+    """The limits where layers run ops between their neighbours', see :func:`~megatron_lancet.schedule.turns.program`.
 
     No cut may pass between these, so chunks go through whole segments, and the layers of a stage are one segment.
     """

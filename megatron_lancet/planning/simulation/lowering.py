@@ -7,7 +7,6 @@ from functools import partial
 from megatron_lancet.planning.dispatch import DispatchCosts, costs_of
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts
-from megatron_lancet.registry import wired
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import COMBINES, INSIDE_NODE, OpKind, Phase
@@ -125,7 +124,7 @@ class Lowering:
         pieces, way = _WHOLE, self._way(segment.in_tiles(dispatch))
         steps: list[Step] = []
         verbs = [(number, self._verbs(number, kind, segment.num_chunks, way)) for number, kind in layers]
-        for instruction in program(wired(self._model.wiring, verbs), segment.num_chunks, segment.range):
+        for instruction in program(verbs, segment.num_chunks, segment.range, self._model.wiring):
             if isinstance(instruction, Instruction):
                 number, verb = instruction.layer, type(instruction.verb)
                 if verb in _IN_STEPS:

@@ -138,7 +138,7 @@ def on_four_ranks() -> dict[str, Any]:
     """The same in layouts of four ranks."""
     from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
 
-    results = {}
+    results: dict[str, Any] = {}
     with sequence_parallel_with_torch_norm():
         for layout in dict.fromkeys(case.layout for case in cases.IN_LAYOUTS.values()):
             assert layout is not None

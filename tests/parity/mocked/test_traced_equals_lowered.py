@@ -414,11 +414,11 @@ def test_program_that_is_not_the_planned_one_is_noticed(compared):
     """The model and the simulator share the table of turns: here only the model's chunks take turns in reverse."""
     case, expected, _ = compared
 
-    def reversed_turns(layers, num_chunks, overlap_range):
+    def reversed_turns(layers, num_chunks, overlap_range, wiring):
         def mirrored(chunk: int) -> int:
             return num_chunks - 1 - chunk
 
-        instructions = turns.program(layers, num_chunks, overlap_range)
+        instructions = turns.program(layers, num_chunks, overlap_range, wiring)
         return [
             one._replace(chunk=mirrored(one.chunk)) if isinstance(one, turns.Instruction) else one
             for one in instructions
