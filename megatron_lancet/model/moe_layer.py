@@ -54,8 +54,8 @@ def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
         op = moe.op(OpKind.EXPERTS, x)
         moe.comm.trace.routed(str(op), x.routing_map_tE, moe.stock.num_local_experts, moe.comm.nodes)
     moe.comm.stats.add("num_routed_tokens", len(x.probs_tE))
-    drops_tokens = config.moe_expert_capacity_factor is not None
-    num_rows = dispatcher.num_rows(x.probs_tE, config.moe_router_topk, drops_tokens, x.routes)
+    drops = config.moe_expert_capacity_factor is not None or moe.stock.router.num_experts > config.num_moe_experts
+    num_rows = dispatcher.num_rows(x.probs_tE, config.moe_router_topk, drops, x.routes)
     x.rows, x.permutation = dispatcher.permute(x.normed_sbH, x.probs_tE, x.routing_map_tE, num_rows)
     del x.normed_sbH, x.probs_tE, x.routing_map_tE
 

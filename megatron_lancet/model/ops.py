@@ -38,6 +38,7 @@ class ChunkState:
         message: the all-to-all in flight.
         ticket: edge of the graph from the launch of the message to its wait.
         shared_sbH: output of the experts that see all tokens until it is added, [s, b, H].
+        unsent_sbH: part of the output that is made of no rows, [s, b, H].
         output_sbH: output of all experts, [s, b, H].
     """
 
@@ -57,6 +58,7 @@ class ChunkState:
     message: AllToAll
     ticket: torch.Tensor
     shared_sbH: torch.Tensor | None = None
+    unsent_sbH: torch.Tensor
     output_sbH: torch.Tensor
 
     def __init__(self, chunk: Chunk) -> None:

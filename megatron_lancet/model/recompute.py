@@ -198,10 +198,7 @@ class _Recomputed:
     """The outputs of a function and the tensors that it saves, made again when one of them is asked for."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        precision: AbstractContextManager[None],
+        self, function: Callable[..., Any], inputs: Sequence[Any], precision: AbstractContextManager[None]
     ) -> None:
         """
         Args:

@@ -35,9 +35,11 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_logits_are_those_of_transformers(found):
-    assert found["logits"] <= TOLERANCE
+@pytest.mark.parametrize("num_identity_experts", [0, 4])
+def test_logits_are_those_of_transformers(found, num_identity_experts):
+    assert found[str(num_identity_experts)]["logits"] <= TOLERANCE
 
 
-def test_other_routers_are_noticed(found):
-    assert found["without_the_factor"] > 0.01
+@pytest.mark.parametrize("num_identity_experts", [0, 4])
+def test_other_routers_are_noticed(found, num_identity_experts):
+    assert found[str(num_identity_experts)]["without_the_factor"] > 0.01

@@ -25,7 +25,16 @@ from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.seams import missing_functions
 from megatron_lancet.training.run import Run
 
-FLAG = "--lancet-shortcut-moe"
+FLAG, IDENTITY = "--lancet-shortcut-moe", "--lancet-identity-experts"
+_ONLY_OWN_SCRIPT = ": its checkpoints are of another model, which only that script tells apart."
+_KEEPS_ALL_ROWS = {
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
+    "moe_router_num_groups": "--moe-router-num-groups",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_router_force_load_balancing": "--moe-router-force-load-balancing",
+}
+"""Arguments, and their flags, that a router with identity experts was not compared with."""
+_BALANCING = ("none", "aux_loss", "seq_aux_loss")
 _REFUSED = {
     "mtp_num_layers": "--mtp-num-layers",
     "fp32_residual_connection": "--fp32-residual-connection",
@@ -40,16 +49,28 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ShortcutFlags(CheckedFlags):
-    """Whether routed sums are added one layer later."""
+    """Whether routed sums are added one layer later, and to what else tokens may go."""
 
     shortcut_moe: bool = flag(
         False,
         parsed_as=bool,
         same_on_all_ranks=True,
         unmodelled="it adds the routed sum in its own layer",
-        not_with_spec=": its checkpoints are of another model, which only that script tells apart.",
+        not_with_spec=_ONLY_OWN_SCRIPT,
         help="with MoE and dense layers in turn, add the sum of the routed experts behind the dense layer (LongCat-"
         "Flash, ScMoE), so that all-to-alls are hidden with one chunk. It is another model with stock's parameters.",
+    )
+    identity_experts: int = flag(
+        0,
+        parsed_as=int,
+        at_least=0,
+        metavar="Z",
+        advice="0 is none.",
+        same_on_all_ranks=True,
+        unmodelled="it takes all chosen experts' rows for sent",
+        not_with_spec=_ONLY_OWN_SCRIPT,
+        help=f"with {FLAG}, Z more experts per layer that return their token and are not sent; a router has rows for "
+        "them (default: 0).",
     )
 
 
@@ -70,8 +91,13 @@ class ShortcutFeature(Feature):
 
     def check_layers(self, args: argparse.Namespace, config: LancetConfig) -> None:
         """Refuses models that the wiring is not for."""
+        number = config.of(ShortcutFlags).identity_experts
         if is_on(config):
             check_model(args, config)
+            if number:
+                check_routers(args, number)
+        elif number:
+            raise UsageError(f"{IDENTITY} {number} needs {FLAG}. Pass it too, or drop it.")
 
     def check(self, facts: RunFacts) -> None:
         """Refuses plans that part a layer from the next one."""
@@ -119,11 +145,18 @@ class ShortcutFeature(Feature):
 
     def start(self, run: Run) -> "ActiveShortcut | None":
         """Wires the run's layers."""
-        return ActiveShortcut() if is_on(run.config) else None
+        return ActiveShortcut(run.config.of(ShortcutFlags).identity_experts) if is_on(run.config) else None
 
 
 class ActiveShortcut(ActiveFeature):
-    """The wiring in a run."""
+    """The wiring in a run.
+
+    Args:
+        num_identity_experts: of each router.
+    """
+
+    def __init__(self, num_identity_experts: int = 0) -> None:
+        self._num_identity_experts = num_identity_experts
 
     def model_settings(self) -> Mapping[str, Any]:
         """The order of ops."""
@@ -131,11 +164,11 @@ class ActiveShortcut(ActiveFeature):
 
     def prepare_stock(self, stages: Sequence[Any]) -> None:
         """Wires Megatron's own modules."""
-        wire(stages)
+        wire(stages, self._num_identity_experts)
 
     def adopt(self, stages: Sequence[Any], comm: Any) -> None:
-        """Wires the forward pass of evaluations."""
-        wire(stages)
+        """Wires the forward pass of evaluations, and gives routers their identity experts."""
+        wire(stages, self._num_identity_experts)
 
 
 def is_on(config: LancetConfig) -> bool:
@@ -168,6 +201,27 @@ def check_model(args: argparse.Namespace, config: LancetConfig) -> None:
         )
 
 
+def check_routers(args: argparse.Namespace, number: int) -> None:
+    """
+    Args:
+        args: Megatron's arguments, validated.
+        number: identity experts of each router.
+
+    Raises:
+        UsageError: routers can't have identity experts.
+    """
+    kinds = args.moe_router_load_balancing_type
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in _BALANCING:
+            raise UsageError(
+                f"{IDENTITY} {number} does not work with --moe-router-load-balancing-type {kind}. Choose among "
+                f"{', '.join(_BALANCING)}."
+            )
+    for name, other in _KEEPS_ALL_ROWS.items():
+        if getattr(args, name, None):
+            raise UsageError(f"{IDENTITY} {number} does not work with {other} yet. Drop one of them.")
+
+
 def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
     """Refuses a checkpoint of the other wiring: its weights fit, and mean another function.
 
@@ -178,12 +232,17 @@ def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
     Raises:
         UsageError: the wirings differ.
     """
+    if args.finetune:
+        return
     was_wired, is_wired = (bool(getattr(one, "lancet_shortcut_moe", False)) for one in (saved, args))
-    if was_wired != is_wired and not args.finetune:
+    before, now = (getattr(one, "lancet_identity_experts", 0) for one in (saved, args))
+    if was_wired != is_wired:
         raise UsageError(
             f"the checkpoint was trained {'with' if was_wired else 'without'} {FLAG}, which is another model with the "
             f"same weights. {'Pass it too' if was_wired else 'Drop it'}, or start from the weights with --finetune."
         )
+    if before != now:
+        raise UsageError(f"the checkpoint has {IDENTITY} {before}, this run {now}. Pass {IDENTITY} {before}.")
 
 
 SHORTCUT = ShortcutFeature()

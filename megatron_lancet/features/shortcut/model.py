@@ -1,6 +1,7 @@
 """MoE layers whose routed sum is added one layer later, in the overlapping block and in Megatron's own modules."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,20 +10,27 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.shortcut.identity import add_identity_experts, has_identity_experts, postprocess, route
 from megatron_lancet.features.shortcut.order import ADD_SHARED, NAME
 from megatron_lancet.features.shortcut.support import layers_blocker, plan_blocker
 from megatron_lancet.model.adopt import adopt, unknown_class
 from megatron_lancet.model.gpt import kind_of
 from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.model.overlapping_moe import ForwardOps
 from megatron_lancet.model.parts import ModelPart
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, add_residual
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.ops import Compute, OpKind
+from megatron_lancet.schedule.plan import Dispatch, Plan, Segment
 
 
 class _Shortcut(ModelPart):
     def layer_ops(self) -> LayerOps:
         """The sum that no longer waits for the routed experts."""
         return OPS
+
+    def ops(self, segment: Segment, dispatch: Dispatch, ops: ForwardOps) -> ForwardOps:
+        """The ops of identity experts, where a layer has some."""
+        return {_ROUTE: partial(route, ops[_ROUTE]), _POSTPROCESS: partial(postprocess, ops[_POSTPROCESS])}
 
     def check_plan(self, plan: Plan, model: Any, max_expert_rows: int | None) -> None:
         """Refuses a plan that parts a MoE layer from its dense layer."""
@@ -51,15 +59,33 @@ def add_shared(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 OPS: LayerOps = {ADD_SHARED: add_shared}
+_ROUTE, _POSTPROCESS = Compute(OpKind.ROUTE), Compute(OpKind.POSTPROCESS)
 
 
 class TwoSumsMoE(MoELayer):
     """Megatron's MoE layer; it returns the sums of shared and of routed experts side by side, [s, b, 2H]."""
 
+    _own_sbH: torch.Tensor | None = None
+    """Input of identity experts, then what they add; in between other methods of a forward pass run."""
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Runs first in a forward pass."""
+        self._own_sbH = hidden_states.view_as(hidden_states) if has_identity_experts(self) else None
+        return super().shared_experts_compute(hidden_states)
+
+    def route(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routes tokens; those of identity experts are done."""
+        routed = super().route(*args, **kwargs)
+        self._own_sbH = None if self._own_sbH is None else self.router.take_own(self._own_sbH)
+        return routed
+
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Returns both sums."""
         assert shared_expert_output is not None, "refused before the model was built"
-        return torch.cat((shared_expert_output, super().postprocess(output, None)), dim=-1)
+        routed = super().postprocess(output, None)
+        if self._own_sbH is not None:
+            routed, self._own_sbH = routed + self._own_sbH, None
+        return torch.cat((shared_expert_output, routed), dim=-1)
 
 
 class _GivesRoutedSum(TransformerLayer):
@@ -103,13 +129,14 @@ class TakingLayer(TransformerLayer):
 _GIVING = {TransformerLayer: GivingLayer, MoETransformerLayer: GivingMoELayer}
 
 
-def wire(stages: Sequence[Any]) -> None:
+def wire(stages: Sequence[Any], num_identity_experts: int = 0) -> None:
     """Makes Megatron's own forward pass of a model add routed sums one layer later, in place.
 
     The overlapping block runs the layers op by op in training, and by this forward pass in evaluation.
 
     Args:
         stages: this rank's pipeline stages.
+        num_identity_experts: further experts of each router, see ``identity.py``.
 
     Raises:
         UsageError: a stage does not have whole pairs of layers.
@@ -125,6 +152,8 @@ def wire(stages: Sequence[Any]) -> None:
             if type(layer) not in _GIVING:
                 raise unknown_class(TransformerLayer, layer)
             adopt(layer, _GIVING[type(layer)])
+            if num_identity_experts:
+                add_identity_experts(layer.mlp, num_identity_experts)
             adopt(layer.mlp, TwoSumsMoE)
         for layer in layers[1::2]:
             adopt(layer, TakingLayer)

@@ -21,6 +21,8 @@ def _case(overrides: dict[str, Any], plan: Plan, layout: str | None = None, **fi
     return Case({**overrides, **MODEL}, plan, layout, **fields)
 
 
+IDENTITY = "num_identity_experts"
+"""Setting of a model that Megatron's config does not have."""
 CASES: dict[str, Case] = {
     "plain/k=1": _case({}, ONE),
     "erratic-wire/k=1": _case({}, ONE, disturbed=True),
@@ -33,6 +35,12 @@ CASES: dict[str, Case] = {
     "mla/k=1": _case(MLA, ONE),
     "tied-embedding/k=1": _case({"share_embeddings": True}, ONE),
     "distributed-optimizer/k=1": _case({"distributed_optimizer": True}, ONE),
+    "identity-experts/k=1": _case({IDENTITY: 3}, ONE),
+    "identity-experts/erratic-wire/pairs/k=1": _case({IDENTITY: 3}, paired(ONE), disturbed=True),
+    "identity-experts/full-recompute/k=1": _case({IDENTITY: 3, **FULL}, ONE),
+    "identity-experts/bf16/k=1": _case({IDENTITY: 3, "bf16": True}, ONE),
+    "identity-experts/dedup/k=1": _case({IDENTITY: 3}, fixed_plan(1, dispatch=DEDUP)),
+    "identity-experts/k=2": _case({IDENTITY: 3}, TWO),
     "pairs/k=1": _case({}, paired(ONE)),
     "pairs/erratic-wire/k=1": _case({}, paired(ONE), disturbed=True),
     "pairs/full-recompute/k=1": _case(FULL, paired(ONE)),
@@ -48,6 +56,7 @@ IN_LAYOUTS: dict[str, Case] = {
     "EP2xTP2/dropout/erratic-wire/k=1": _case(DROPOUT, ONE, "EP2xTP2", disturbed=True),
     "EP2xTP2/pairs/k=1": _case({}, paired(ONE), "EP2xTP2"),
     "EP2xTP2/erratic-wire/k=2": _case({}, TWO, "EP2xTP2", disturbed=True),
+    "EP2xTP2/identity-experts/k=1": _case({IDENTITY: 3}, ONE, "EP2xTP2"),
     "EP2xETP2/k=1": _case({}, ONE, "EP2xETP2"),
     "EP2xCP2/k=1": _case({}, ONE, "EP2xCP2"),
     "EP4/dedup/k=1": _case({"num_moe_experts": 8}, fixed_plan(1, dispatch=DEDUP), "EP4", disturbed=True),

@@ -39,10 +39,12 @@ def stock_run(
     """Weights, steps, logged losses and evaluation of Megatron's modules; run once for all plans of a model."""
     key = repr((overrides, is_wired))
     if key not in _STOCK:
+        overrides = dict(overrides)
+        number = overrides.pop(cases.IDENTITY, 0)
         model, config, precision = build(overrides)
-        weights = copy.deepcopy(model.state_dict())
         if is_wired:
-            ActiveShortcut().prepare_stock([model])
+            ActiveShortcut(number).prepare_stock([model])
+        weights = copy.deepcopy(model.state_dict())
         shards = overrides.get("distributed_optimizer", False)
         stock = wrap_with_ddp(model, config, precision, deferred=False, distributed_optimizer=shards)
         steps = [(step(stock, num), gradients(model)) for num in NUM_MICRO_BATCHES]
@@ -70,12 +72,14 @@ def ours(overrides: dict[str, Any], weights: dict[str, Any], plan: Plan) -> tupl
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
+    overrides = dict(overrides)
+    number = overrides.pop(cases.IDENTITY, 0)
     model, config, precision = build(overrides)
-    model.load_state_dict(copy.deepcopy(weights))
     cpu = torch.device("cpu")
     sdpa = config.context_parallel_size > 1
-    setup = OverlapSetup(plan, cpu, CommStats(cpu), timedelta(minutes=2), sdpa, features=[ActiveShortcut()])
+    setup = OverlapSetup(plan, cpu, CommStats(cpu), timedelta(minutes=2), sdpa, features=[ActiveShortcut(number)])
     setup([model])
+    model.load_state_dict(copy.deepcopy(weights))
     shards = overrides.get("distributed_optimizer", False)
     return model, setup, wrap_with_ddp(model, config, precision, setup.delays_weight_grads, True, shards)
 
