@@ -21,6 +21,7 @@ class Shape:
         hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
         zipf: exponent s of Zipf's law: expert j gets a share in proportion to 1 / (j + 1)^s; None without one.
         te: Transformer Engine layers instead of Megatron's local layers, with stand-ins for its kernels.
+        is_wired: MoE layers with a shared expert and dense layers in turn; routed sums are added one layer later.
     """
 
     layers: int = 4
@@ -35,6 +36,7 @@ class Shape:
     micro_batches: int = 1
     zipf: float | None = None
     te: bool = False
+    is_wired: bool = False
 
     def expert_shares(self) -> list[float]:
         """Share of the routed rows that each expert is to get; sums to 1."""

@@ -155,6 +155,7 @@ _TILED = (
     *("stock", "experts-only-k2", "dw-only", CHUNKED, "all-k4", "stock-free"),
     *(variant.name for variant in _tiled_variants()),
 )
+_WIRED = ("stock", "dw-only", "mirrored-k2", CHUNKED, "stock-free")
 _PLACED = ("stock", "dw-only", CHUNKED, "stock-free", "placed-k1", "placed-k2")
 _ZIPF = Shape(layers=3, seq_length=256, experts=16, topk=2, zipf=1.0)
 
@@ -205,6 +206,12 @@ def _tiled_cases() -> list[Case]:
     return [Case(f"{share}-tiles", title.format(share), share / 100, _TILED) for share in (45, 20)]
 
 
+def _wired_cases() -> list[Case]:
+    """Routed sums are added one layer later, in all variants; stock's modules wait for each message."""
+    title = "MoE and dense layers in turn, routed sums one layer later, balanced top-1, stock exposes 45 %"
+    return [Case("45-wired", title, 0.45, _WIRED, Shape(is_wired=True))]
+
+
 def _cases() -> list[Case]:
     return [
         Case("45", "balanced top-1, stock exposes 45 %", 0.45, _EVERYTHING),
@@ -243,9 +250,10 @@ DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
 NODES_CASES = tuple(case.name for case in _nodes_cases())
 LOAD_CASES = tuple(case.name for case in _load_cases())
 TILED_CASES = tuple(case.name for case in _tiled_cases())
+WIRED_CASES = tuple(case.name for case in _wired_cases())
 CASES = {
     case.name: case
-    for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases)
+    for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases, _wired_cases)
     for case in cases()
 }
 _SAVES_ROWS = {DEDUP: DISPATCH_CASES[0], TWO_HOP: NODES_CASES[0]}
@@ -285,6 +293,7 @@ PRESETS = {
     "nodes": Preset(NODES_CASES, 9, 1, 4),
     "load": Preset(LOAD_CASES, 9, 1, 4),
     "tiles": Preset(TILED_CASES, 5, 1, 8),
+    "wired": Preset(WIRED_CASES, 7, 1, 3),
 }
 """Parts of the benchmark, by the options that ask for them."""
 

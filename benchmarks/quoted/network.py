@@ -20,6 +20,7 @@ from benchmarks.network.cases import (
     PAIRED_CASES,
     TILED_CASES,
     VARIANTS,
+    WIRED_CASES,
 )
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.provenance import DISTURBED, link, together
@@ -123,7 +124,7 @@ def measured(names: Collection[str]) -> dict[str, Measured]:
 
 def network() -> dict[str, Measured]:
     """Returns the runs of each network case, except the cases of the functions below."""
-    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES}
+    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES, *WIRED_CASES}
     return measured([name for name in CASES if name not in others])
 
 

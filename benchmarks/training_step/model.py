@@ -22,6 +22,7 @@ from benchmarks.training_step.megatron_overlap import schedule_micro_batches
 from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
 from megatron_lancet.features.comm_priority.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.features.pairing.schedules import paired_schedules
+from megatron_lancet.features.shortcut.order import NAME as LATE_SUM
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.patching import replaced
@@ -63,6 +64,8 @@ def build(shape: Shape, delays_wgrad: bool = False) -> GPTModel:
         num_attention_heads=shape.heads,
         ffn_hidden_size=4 * shape.hidden,
         num_moe_experts=shape.experts,
+        moe_layer_freq=[1, 0] * (shape.layers // 2) if shape.is_wired else 1,
+        moe_shared_expert_intermediate_size=4 * shape.hidden if shape.is_wired else None,
         moe_router_topk=shape.topk,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
@@ -88,8 +91,13 @@ def build(shape: Shape, delays_wgrad: bool = False) -> GPTModel:
     )
 
 
-def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], AbstractContextManager[None]]:
+def prepare(
+    model: GPTModel, variant: Variant, link: Link, is_wired: bool = False
+) -> Callable[[], AbstractContextManager[None]]:
     """Make ``model`` run as ``variant`` says, in place, with its rows on ``link``.
+
+    Args:
+        is_wired: see :class:`Shape`; stock modules have been wired.
 
     Returns:
         What makes the context that a step needs.
@@ -110,7 +118,7 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
     else:
         scheduler = CommScheduler(MicroOps(variant.grad_chunk_bytes), link.stats)
     comm = kind(link.transport, store, link.stats, own_rank, scheduler=scheduler, hops=link.hops)
-    overlap(model, plan, comm, variant.sdpa)
+    overlap(model, plan, comm, variant.sdpa, wiring=LATE_SUM if is_wired else "")
     return schedules_for(model, plan) if scheduler is None else partial(_reductions_by, scheduler)
 
 

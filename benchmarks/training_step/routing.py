@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 _ROUNDS = 400
 _FIRST_STEP = 0.1
@@ -58,7 +59,7 @@ def set_expert_shares(model: GPTModel, forward: Callable[[], object], shares: li
         dist.all_gather(everywhere, scores_TE)
         router.expert_bias.copy_(bias_for_shares(torch.cat(everywhere), router.topk, shares))
 
-    handles = [layer.mlp.router.register_forward_pre_hook(before_router) for layer in model.decoder.layers]
+    handles = [router.register_forward_pre_hook(before_router) for router in _routers(model)]
     try:
         with torch.no_grad():
             forward()
@@ -67,11 +68,15 @@ def set_expert_shares(model: GPTModel, forward: Callable[[], object], shares: li
             handle.remove()
 
 
+def _routers(model: GPTModel) -> list[Any]:
+    return [layer.mlp.router for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+
+
 def take_expert_shares(model: GPTModel) -> list[list[float]]:
     """Per layer, the share of routed rows that each expert got since the last call, over all ranks. Collective."""
     shares = []
-    for layer in model.decoder.layers:
-        rows_E = layer.mlp.router.local_tokens_per_expert
+    for router in _routers(model):
+        rows_E = router.local_tokens_per_expert
         total_E = rows_E.clone()
         dist.all_reduce(total_E)
         shares.append((total_E / total_E.sum()).tolist())
@@ -121,7 +126,7 @@ def count_sent_rows(model: GPTModel, ranks_per_node: int, run: Callable[[], obje
     def after_router(_router: Any, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         total.add_(sent_rows(outputs[1], dist.get_rank(), dist.get_world_size(), ranks_per_node))
 
-    handles = [layer.mlp.router.register_forward_hook(after_router) for layer in model.decoder.layers]
+    handles = [router.register_forward_hook(after_router) for router in _routers(model)]
     try:
         run()
     finally:

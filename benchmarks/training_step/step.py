@@ -16,6 +16,7 @@ from benchmarks.training_step.megatron_overlap import StreamThreads
 from benchmarks.training_step.placed import bring_gradients_home, place
 from benchmarks.training_step.routing import SentRows, count_sent_rows, set_expert_shares, take_expert_shares
 from benchmarks.training_step.sample import Sample
+from megatron_lancet.features.shortcut.model import wire
 from megatron_lancet.model.gpt import set_plan
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import Plan
@@ -50,13 +51,15 @@ class Step:
         self._link = link
         self.module = model.build(shape, variant.delays_wgrad)
         batches = model.make_batches(shape, dist.get_rank())
+        if shape.is_wired and variant.plan is None:
+            wire([self.module])
         if weights is not None:
             self.module.load_state_dict(weights)
         else:
             with link.carries_stock():
                 calibration = model.make_forward(self.module, model.joined(batches))
                 set_expert_shares(self.module, calibration, shape.expert_shares())
-        self._context = model.prepare(self.module, variant, link)
+        self._context = model.prepare(self.module, variant, link, shape.is_wired)
         if placements:
             place(self.module, placements)
         self._streams = StreamThreads(link.stats) if variant.overlaps_micro_batches else None

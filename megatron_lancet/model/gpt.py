@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -66,7 +66,7 @@ def overlap(
     block.comm = comm
     block.overlapping_layers = [
         replace(_prepare_layer(layer, layer.layer_number, recompute_of_layer(model.config, index), comm), wiring=wiring)
-        for index, layer in enumerate(block.layers)
+        for index, layer in enumerate(cast(Any, block.layers))
     ]
     block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None
     for part in model_parts():

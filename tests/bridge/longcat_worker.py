@@ -36,8 +36,9 @@ def reference(num_identity: int) -> Any:
         "rms_norm_eps": EPSILON,  # of all norms: those of latent queries and keys have 1e-6 in any case
         "max_position_embeddings": SEQ_LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "attn_implementation": "eager",
     }
-    model = LongcatFlashForCausalLM(LongcatFlashConfig(**sizes, attn_implementation="eager")).float().eval()
+    model = LongcatFlashForCausalLM(LongcatFlashConfig(**sizes)).float().eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.uniform_(0.5, 1.5) if "norm" in name else value.normal_(0, 0.1)
