@@ -284,6 +284,14 @@ class Feature:
             UsageError: the run does not allow what the user asks for.
         """
 
+    def prepare_built(self, args: argparse.Namespace, model: Any) -> None:
+        """Changes a model that is built outside of a training run, before weights are loaded.
+
+        Args:
+            args: of the run that trained it.
+            model: Megatron's language model.
+        """
+
     def needs_plan(self, config: "LancetConfig") -> bool:
         """Whether the user asks for what stock modules don't have, so that a run does not fall back to these."""
         return False

@@ -99,6 +99,11 @@ class ShortcutFeature(Feature):
         elif number:
             raise UsageError(f"{IDENTITY} {number} needs {FLAG}. Pass it too, or drop it.")
 
+    def prepare_built(self, args: argparse.Namespace, model: Any) -> None:
+        """Wires a model that is evaluated."""
+        if getattr(args, "lancet_shortcut_moe", False):
+            wire([model], args.lancet_identity_experts)
+
     def check(self, facts: RunFacts) -> None:
         """Refuses plans that part a layer from the next one."""
         if not is_on(facts.config):

@@ -12,6 +12,7 @@ from megatron.training.models.base import ModelConfig
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.registry import features
 
 
 def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
@@ -41,4 +42,6 @@ def build_plain_gpt(args: argparse.Namespace) -> torch.nn.Module:
     except (AssertionError, ValueError, ImportError) as error:
         raise UsageError(f"Megatron can't build this model: {error}") from error
     module: torch.nn.Module = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    for feature in features():
+        feature.prepare_built(args, module)
     return Float16Module(config.transformer, module) if args.fp16 or args.bf16 else module

@@ -1,5 +1,6 @@
 """Megatron's own modules and ours, wired alike, side by side: every parameter's gradient, every report to DDP."""
 
+import argparse
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
-from megatron_lancet.features.shortcut.feature import ActiveShortcut
+from megatron_lancet.features.shortcut.feature import SHORTCUT, ActiveShortcut
 from megatron_lancet.schedule.plan import Plan
 from tests.features.case import LAYOUTS, Case
 from tests.features.shortcut import cases
@@ -84,6 +85,17 @@ def ours(overrides: dict[str, Any], weights: dict[str, Any], plan: Plan) -> tupl
     return model, setup, wrap_with_ddp(model, config, precision, setup.delays_weight_grads, True, shards)
 
 
+def difference_of_built(overrides: dict[str, Any]) -> float:
+    """Of a model that is evaluated outside of a run, from the trained one: weights by name, settings from arguments."""
+    weights, _, _, expected = stock_run(overrides)
+    overrides = dict(overrides)
+    number = overrides.pop(cases.IDENTITY)
+    model, config, precision = build(overrides)
+    SHORTCUT.prepare_built(argparse.Namespace(lancet_shortcut_moe=True, lancet_identity_experts=number), model)
+    model.load_state_dict(weights)
+    return difference(evaluated(precision(config, model)), expected)
+
+
 def compare(case: Case, config: dict[str, Any], disturb: Callable[[ExitStack], None] | None = None) -> dict[str, Any]:
     """Two steps of both on the same weights and data; how far they are apart.
 
@@ -129,6 +141,7 @@ def on_two_ranks() -> dict[str, Any]:
     with parallel({"expert_model_parallel_size": 2}) as config:
         results = {name: compare(case, config) for name, case in cases.CASES.items()}
         overrides = {**config, **cases.MODEL}
+        results["built"] = {"evaluation": difference_of_built({**overrides, cases.IDENTITY: 3})}
         results["detached-experts"] = compare(cases.CASES["plain/k=1"], config, detached_experts)
         (_, steps, _, evaluation), (_, unwired, _, of_unwired) = stock_run(overrides), stock_run(overrides, False)
         results["unwired"] = {

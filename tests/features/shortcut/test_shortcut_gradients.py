@@ -48,5 +48,9 @@ def test_the_wiring_is_another_model(on_two):
     assert on_two[0]["unwired"]["evaluation"] > 10 * TOLERANCE
 
 
+def test_model_of_a_checkpoint_is_wired(on_two):
+    assert [result["built"]["evaluation"] for result in on_two] == [0.0, 0.0]
+
+
 def test_lost_gradient_is_noticed(on_two):
     assert worst(on_two[0]["detached-experts"]["gradients"])[1] > 0.01
