@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.features.shortcut.feature import SHORTCUT, ActiveShortcut
-from megatron_lancet.schedule.plan import Plan
 from tests.features.case import LAYOUTS, Case
 from tests.features.shortcut import cases
 from tests.parity.gradients.connections import parallel
@@ -27,6 +26,7 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.observer import Observer
+from tests.parity.gradients.placed import place
 from tests.parity.paired.paired_worker import step
 
 NUM_MICRO_BATCHES = (1, 3)
@@ -68,8 +68,9 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def ours(overrides: dict[str, Any], weights: dict[str, Any], plan: Plan) -> tuple[Any, Any, Any]:
+def ours(overrides: dict[str, Any], weights: dict[str, Any], case: Case) -> tuple[Any, Any, Any]:
     """Our model with these weights: the model, its setup and its DDP."""
+    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
@@ -78,9 +79,11 @@ def ours(overrides: dict[str, Any], weights: dict[str, Any], plan: Plan) -> tupl
     model, config, precision = build(overrides)
     cpu = torch.device("cpu")
     sdpa = config.context_parallel_size > 1
-    setup = OverlapSetup(plan, cpu, CommStats(cpu), timedelta(minutes=2), sdpa, features=[ActiveShortcut(number)])
+    setup = OverlapSetup(case.plan, cpu, CommStats(cpu), timedelta(minutes=2), sdpa, features=[ActiveShortcut(number)])
     setup([model])
     model.load_state_dict(copy.deepcopy(weights))
+    limit_rows(setup, case.max_rows)
+    place(model, case.moves_weights)
     shards = overrides.get("distributed_optimizer", False)
     return model, setup, wrap_with_ddp(model, config, precision, setup.delays_weight_grads, True, shards)
 
@@ -107,7 +110,7 @@ def compare(case: Case, config: dict[str, Any], disturb: Callable[[ExitStack], N
 
     overrides = {**config, **case.overrides}
     weights, stock, stock_logged, stock_evaluated = stock_run(overrides)
-    model, setup, ddp = ours(overrides, weights, case.plan)
+    model, setup, ddp = ours(overrides, weights, case)
     with ExitStack() as stack:
         stack.enter_context(paired_schedules(lambda: setup.stages))
         if case.disturbed:
