@@ -19,6 +19,7 @@ LONGEST = (
     "tests/parity/stock_overlap/test_stock_overlap.py",
     "tests/gpu/check/test_gradients.py",
     "tests/parity/paired/test_paired_gradients.py",
+    "tests/features/shortcut/test_shortcut_gradients.py",
     "tests/parity/te/test_fp8.py",
     "tests/virtual_gpu/test_mutants.py",
     "tests/parity/check/test_check.py",

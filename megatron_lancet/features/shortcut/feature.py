@@ -102,7 +102,7 @@ class ShortcutFeature(Feature):
     def prepare_built(self, args: argparse.Namespace, model: Any) -> None:
         """Wires a model that is evaluated."""
         if getattr(args, "lancet_shortcut_moe", False):
-            wire([model], args.lancet_identity_experts)
+            wire([model], getattr(args, "lancet_identity_experts", 0))
 
     def check(self, facts: RunFacts) -> None:
         """Refuses plans that part a layer from the next one."""
