@@ -13,6 +13,7 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.features.row_bound import rounds
 from megatron_lancet.features.row_bound.limit import Counts, RowLimit
+from megatron_lancet.features.shortcut.feature import ActiveShortcut
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
@@ -56,6 +57,7 @@ class Case:
             None if the test's own loop runs the step.
         nodes: how expert-parallel groups lie on nodes, for plans with two hops.
         max_rows: that a rank's experts work on at a time; None for any number.
+        is_wired: whether routed sums are added one layer later.
     """
 
     plans: Sequence[Plan]
@@ -71,6 +73,7 @@ class Case:
     num_scheduled: int | None = None
     nodes: Nodes | None = None
     max_rows: int | None = None
+    is_wired: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -157,6 +160,8 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
 
 def _stock_step(case: Case, overrides: dict[str, Any]) -> _Stock:
     model, config, precision = build(overrides)
+    if case.is_wired:
+        ActiveShortcut().prepare_stock([model])
     weights = copy.deepcopy(model.state_dict())
     losses = _step(case, _wrapped(case, model, config, precision, False))
     logged_losses()
@@ -208,7 +213,8 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     model.cuda()
     device = torch.device("cuda")
     stats = CommStats(device)
-    priority = []
+    priority: list[Any] = []
+    wired = [ActiveShortcut()] if case.is_wired else []
     if case.micro_op_mb is not None:
         from megatron_lancet.features.comm_priority.feature import ActivePriority
 
@@ -222,7 +228,7 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
         stats,
         timedelta(minutes=2),
         switchable=case.switchable,
-        features=[*priority, ActiveNodes(case.nodes, device, stats, timedelta(minutes=2))],
+        features=[*priority, *wired, ActiveNodes(case.nodes, device, stats, timedelta(minutes=2))],
     )
     if case.num_scheduled is not None:
         stack.enter_context(paired_schedules(lambda: setup.stages))

@@ -69,6 +69,7 @@ def selective(*modules: str, **overrides: Any) -> dict[str, Any]:
 
 
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
+WIRED: dict[str, Any] = {**SHARED, "num_layers": 2, "moe_layer_freq": [1, 0]}
 PADDED: dict[str, Any] = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 LLAMA: dict[str, Any] = {"num_query_groups": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
@@ -93,6 +94,8 @@ CASES: dict[str, Case] = {
     "full-recompute": Case([TWO], FULL, late=COMM_LATE),
     "recompute": Case([TWO], selective("moe", "core_attn"), late=COMPUTE_LATE),
     "shared-experts": Case([TWO], SHARED, late=COMM_LATE),
+    "wired-pairs/k=1": Case([ONE], WIRED, late=EACH_LATE[:3], is_wired=True),
+    "wired-pairs/paired": paired_case([PAIRED], WIRED, late=COMM_LATE, is_wired=True),
     "dense-first-layer": Case([TWO], {"moe_layer_freq": [0, 1, 1]}),
     "mtp": Case([TWO], {"mtp_num_layers": 1}),
     "priority": Case([TWO], micro_op_mb=0.005, late=WITHOUT_COUNTS),

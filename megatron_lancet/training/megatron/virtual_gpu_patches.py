@@ -46,9 +46,12 @@ def megatrons_kernels_of_a_gpu(
     with ExitStack() as stack:
         stack.enter_context(replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host))
         stack.enter_context(replaced(rope_utils, "fused_apply_rotary_pos_emb", rope))
-        for name in ("swiglu", "bias_swiglu", "weighted_swiglu"):  # torch.compile makes one kernel of each
-            stack.enter_context(around(fused_bias_swiglu, name, compiled))
-            stack.enter_context(around(fused_bias_swiglu, f"{name}_back", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "swiglu", compiled))  # torch.compile makes one kernel of each
+        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "swiglu_back", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu_back", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu_back", compiled))
         yield
 
 

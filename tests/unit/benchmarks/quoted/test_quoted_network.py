@@ -105,14 +105,11 @@ def test_a_disturbed_run_counts_with_its_mark(commit):
 def test_files_and_commands_are_named_with_what_they_say_of_code(commit):
     commit("2026-01-01", made_up("45", {"all-k2": 1.6}))
     commit("2026-01-02", made_up("20", {"all-k2": 1.1}), commit="0123456789", is_dirty=True, command="the command")
-    lines = quoted.speed().splitlines()
-    where = "results"
-    assert lines[-2:] == [
-        f"- [network-2026-01-01.json]({where}/network-2026-01-01.json), 2026-01-01, commit not recorded: "
-        "`python -m benchmarks.network`",
-        f"- [network-2026-01-02.json]({where}/network-2026-01-02.json), 2026-01-02, commit 0123456 with uncommitted "
-        "changes: `the command`",
-    ]
+    assert quoted.speed().splitlines()[-1] == (
+        "Made from [network-2026-01-01.json](results/network-2026-01-01.json), 2026-01-01, commit not recorded: "
+        "`python -m benchmarks.network`; [network-2026-01-02.json](results/network-2026-01-02.json), 2026-01-02, "
+        "commit 0123456 with uncommitted changes: `the command`."
+    )
 
 
 def test_speed_with_pairs_is_quoted_with_its_memory(commit):
