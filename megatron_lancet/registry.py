@@ -60,12 +60,12 @@ _POSITION: tuple[str, ...] = (
     "megatron_lancet.features.pairing.pairing:Pairing",  # a line of its own, as each feature has
 )
 """The position of a rank whose forwards run beside backwards; empty where none do."""
-_COMMANDS: dict[str, str] = {
+_BY_NAME: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
     "export-hf": "megatron_lancet.features.hugging_face.export:Export",
     "late-sum": "megatron_lancet.features.shortcut.order:late_sum",
 }
-"""Commands that flags run in place of a training, and what commands of ``lancet`` and stacks of layers take by name."""
+"""What flags run in place of a training, and what commands of ``lancet`` and stacks of layers take."""
 
 _DISPATCHES: tuple[str, ...] = (  # simplest first
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -119,15 +119,15 @@ def model_parts() -> "tuple[ModelPart, ...]":
     return tuple(load(name) for name in _MODEL_PARTS)
 
 
-def command(flag: str) -> Callable[..., Any]:
-    """The command of this name, or what a command or a stack of layers takes by this name.
+def by_name(name: str) -> Callable[..., Any]:
+    """What a feature or the lab has under a name.
 
     Raises:
         UsageError: the installation does not have it.
     """
-    if flag not in _COMMANDS:
-        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the full package.")
-    run: Callable[..., Any] = load(_COMMANDS[flag])
+    if name not in _BY_NAME:
+        raise UsageError(f"this installation of Megatron-Lancet has no {name}. Install the full package.")
+    run: Callable[..., Any] = load(_BY_NAME[name])
     return run
 
 

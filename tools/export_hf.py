@@ -30,14 +30,14 @@ def export(args: argparse.Namespace) -> None:
     """Checks everything, then loads and writes the model."""
     from megatron_lancet.inference.checkpoint_reader import find_checkpoint, read_run
     from megatron_lancet.inference.load import check_ranks, loaded_model, number_of_ranks
-    from megatron_lancet.registry import command
+    from megatron_lancet.registry import by_name
     from megatron_lancet.training.platform.detect import platform
     from megatron_lancet.training.process.console import say
 
     run = read_run(find_checkpoint(args.load, args.step))
     check_ranks(run, number_of_ranks())
     with platform() as found:
-        writer: Any = command("export-hf")(args.from_hf, args.output)
+        writer: Any = by_name("export-hf")(args.from_hf, args.output)
         writer.check(run.arguments)
         with loaded_model(run, found.device) as model:
             writer.write(model.module)

@@ -166,7 +166,7 @@ def program(
         wiring: name in the registry of what brings the verbs of all layers into another order, in pieces with the
             number of their layer; empty for one layer after the other.
     """
-    layers = registry.command(wiring)(layers) if wiring else layers
+    layers = registry.by_name(wiring)(layers) if wiring else layers
     if num_chunks == 1:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
     instructions: Program = []

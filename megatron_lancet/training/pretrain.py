@@ -29,11 +29,11 @@ def _main(status: RankStatus) -> None:
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     _refuse_flags_of_the_environment()
     # Imported only now, because this imports megatron, whose version has been checked.
-    from megatron_lancet.registry import command, features
+    from megatron_lancet.registry import by_name, features
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
-        command("--lancet-dry-run")()
+        by_name("--lancet-dry-run")()
         return
     with platform() as found:
         say(f"Megatron-Lancet: {found.description}")
