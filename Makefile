@@ -57,7 +57,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
-	@echo "                     16 minutes, --pairing: 28, --dispatch (fewer bytes): 10, --tiles: 11,"
+	@echo "                     16 minutes, --pairing: 28, --dispatch (fewer bytes): 10, --tiles: 8,"
 	@echo "                     --nodes (two hops): 4, --load (experts placed by load): 4, --wired: 3, --quick: 2"
 	@echo "make bench-auto      whole trainings: auto, stock, Megatron's overlap and fixed plans in turns (root, Linux): two"
 	@echo "                     hours; BENCH_ARGS=\"--cases 45-m4\": ten minutes"

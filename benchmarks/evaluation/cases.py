@@ -1,7 +1,7 @@
 """Numbers of replicas and plans of the forward pass, and the links on which they meet. Neither torch nor Megatron."""
 
 from benchmarks.harness.cases import Case, Shape, select
-from megatron_lancet.schedule.plan import DwPolicy, LocalTokens, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
 
 REPLICAS = {"none": 0, "replicas-2": 2, "replicas-4": 4, "replicas-8": 8}
 """Replicas in each layer, by the name of a variant."""
@@ -9,8 +9,6 @@ PLANS = {
     "chunks-2": fixed_plan(2, DwPolicy.NONE),
     "tiles-1": fixed_plan(1, DwPolicy.NONE, tiles=1),
     "tiles-2": fixed_plan(1, DwPolicy.NONE, tiles=2),
-    "tiles-2-by-expert": fixed_plan(1, DwPolicy.NONE, tiles=2, local_tokens=LocalTokens.BY_EXPERT),
-    "tiles-4-by-expert": fixed_plan(1, DwPolicy.NONE, tiles=4, local_tokens=LocalTokens.BY_EXPERT),
 }
 """Plans of the forward pass, by the name of a variant; the others run Megatron's own layers, which wait."""
 VARIANTS = (*REPLICAS, *PLANS)

@@ -2,7 +2,7 @@
 
 Makes two network namespaces with a shaped link between them, runs stock Megatron and our variants in turns on it, and
 removes them again. All cases take about an hour and three quarters, --headline about 16 minutes, --pairing about 28,
---dispatch about 10, --tiles about 11, --nodes about 4, --load about 4, --wired about 3, --quick about 2, on two cores
+--dispatch about 10, --tiles about 8, --nodes about 4, --load about 4, --wired about 3, --quick about 2, on two cores
 of 2.5 GHz.
 """
 

@@ -65,7 +65,6 @@ def _two_hop_variants() -> list[Variant]:
 
 def _tiled_variants() -> list[Variant]:
     """Rows of unchunked micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
-    by_expert = LocalTokens.BY_EXPERT
     return [
         *(
             Variant(f"tiles-{tiles}-{local_tokens}", fixed_plan(1, tiles=tiles, local_tokens=local_tokens))
@@ -74,10 +73,6 @@ def _tiled_variants() -> list[Variant]:
         ),
         Variant("tiles-1-half-none", fixed_plan(1, DwPolicy.NONE, tiles=1)),
         Variant("tiles-1-half-k2", fixed_plan(2, tiles=1)),
-        *(
-            Variant(f"tiles-{tiles}-{by_expert}", fixed_plan(1, tiles=tiles, local_tokens=by_expert))
-            for tiles in (2, 4)
-        ),
     ]
 
 
@@ -158,11 +153,7 @@ _NODES_TOP_8 = replace(_NODES_TOP_4, seq_length=64, experts=16, topk=8)
 
 _TILED = (
     *("stock", "experts-only-k2", "dw-only", CHUNKED, "all-k4", "stock-free"),
-    *(variant.name for variant in _tiled_variants() if variant.name != "tiles-4-by-expert"),  # of two experts on a rank
-)
-_TILED_EXPERTS = (
-    *("stock", "dw-only", CHUNKED, "stock-free", "tiles-1-half", "tiles-2-half", "tiles-2-after"),
-    *("tiles-2-by-expert", "tiles-4-by-expert"),
+    *(variant.name for variant in _tiled_variants()),
 )
 _WIRED = ("stock", "dw-only", "mirrored-k2", CHUNKED, "stock-free")
 _PLACED = ("stock", "dw-only", CHUNKED, "stock-free", "placed-k1", "placed-k2")
@@ -212,9 +203,7 @@ def _load_cases() -> list[Case]:
 def _tiled_cases() -> list[Case]:
     """The cases 45 and 20 with other variants."""
     title = "balanced top-1, rows in tiles, stock exposes {} %"
-    cases = [Case(f"{share}-tiles", title.format(share), share / 100, _TILED) for share in (45, 20)]
-    title = "balanced top-2 of 16 experts, rows in tiles, stock exposes 45 %"
-    return [*cases, Case("45-tiles-e16", title, 0.45, _TILED_EXPERTS, replace(_ZIPF, zipf=None))]
+    return [Case(f"{share}-tiles", title.format(share), share / 100, _TILED) for share in (45, 20)]
 
 
 def _wired_cases() -> list[Case]:
@@ -303,7 +292,7 @@ PRESETS = {
     "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
     "nodes": Preset(NODES_CASES, 9, 1, 4),
     "load": Preset(LOAD_CASES, 9, 1, 4),
-    "tiles": Preset(TILED_CASES, 5, 1, 11),
+    "tiles": Preset(TILED_CASES, 5, 1, 8),
     "wired": Preset(WIRED_CASES, 7, 1, 3),
 }
 """Parts of the benchmark, by the options that ask for them."""

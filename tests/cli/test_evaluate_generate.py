@@ -108,19 +108,18 @@ def test_replicas_change_no_loss(tool, trained, tmp_path):
         tool("evaluate").main([*flags[:-1], "--popularity", "load.json"])
 
 
-@pytest.mark.parametrize(("tiles", "shown"), [("2", "local-tokens=half"), ("experts:2", "local-tokens=by-expert")])
-def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path, tiles, shown):
+def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path):
     """Rows travel in messages of ours: two layers, two chunks with a dispatch and a combine of two tiles each."""
     checkpoints, valid, expected = trained
     flags = ["--load", str(checkpoints), "--data", str(valid)]
-    more = ["--batch-size", 4, "--chunks", 2, "--tiles", tiles, "--output", tmp_path / "tiles.json"]
+    more = ["--batch-size", 4, "--chunks", 2, "--tiles", 2, "--output", tmp_path / "tiles.json"]
     results = launch.run(TOOLS / "evaluate.py", [*flags, *more], 2, tmp_path / "ranks")
     launch.check(results)
     found = json.loads((tmp_path / "tiles.json").read_text())
     assert found["loss"] == pytest.approx(expected, rel=TOLERANCE)
     num_batches = VALID_WINDOWS // (4 * 2)
     assert found["num_all_to_alls"] == num_batches * NUM_MOE_LAYERS * 2 * 2 * 2
-    assert f"tiles=2 {shown}" in found["plan"]
+    assert "tiles=2" in found["plan"]
     assert "  overlap       chunks=2" in results[0].output
     with pytest.raises(UsageError, match=r"--chunks 2 and --tiles 1 are not possible: one rank holds all experts"):
         tool("evaluate").main([*flags, "--chunks", "2", "--tiles", "1"])

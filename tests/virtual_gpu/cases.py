@@ -122,7 +122,6 @@ CASES: dict[str, Case] = {
     ),
     "tiles/k=1": Case(TILES[:1], late=EACH_LATE[:2]),
     "tiles/k=2": Case(TILES[1:], SHARED, late=COMM_LATE),
-    "tiles/by-expert": Case([fixed_plan(1, tiles=2, local_tokens=LocalTokens.BY_EXPERT)], late=EACH_LATE[:2]),
     "tiles/dedup/switches": Case(
         [ONE, dedup(TILES[0]), fixed_plan(1, DwPolicy.NONE, tiles=1)], selective("moe", "core_attn"), switchable=True
     ),

@@ -18,7 +18,6 @@ from megatron_lancet.features.tiles.feature import TilesFlags
 from megatron_lancet.features.tuning.flags import CacheChoice, TuningFlags
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
-from megatron_lancet.planning.search.tile_flag import TilesByExpert
 from megatron_lancet.registry import features
 from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
@@ -84,7 +83,7 @@ def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
         ("--lancet-max-expert-rows 4096", RowBoundFlags(4096)),
         ("--lancet-separate-expert-grads", EpResizeFlags(separate_expert_grads=True)),
         *((f"--lancet-pairing {choice}", PairingFlags(choice)) for choice in PairingChoice),
-        *((f"--lancet-tiles {tiles}", TilesFlags(tiles)) for tiles in (0, 4, TilesByExpert(2))),
+        *((f"--lancet-tiles {number}", TilesFlags(number)) for number in (0, 4)),
         ("--lancet-tune-steps 3", TuningFlags(tune_steps=3)),
         ("--lancet-cache off", TuningFlags(cache=CacheChoice.OFF)),
         ("--lancet-cache here", TuningFlags(cache=Path("here"))),
@@ -187,7 +186,6 @@ def test_profile_cache_defaults_to_the_users_cache_folder(monkeypatch):
         (["--lancet-pairing", "yes"], "--lancet-pairing: invalid choice: 'yes'"),
         (["--lancet-dispatch", "once"], "--lancet-dispatch: invalid choice: 'once'"),
         (["--lancet-tiles", "many"], "--lancet-tiles expects auto, or a number of tiles"),
-        (["--lancet-tiles", "experts:0"], "or experts:G for G groups of experts, got experts:0"),
         *((["--lancet-max-expert-rows", t], f"or a number of rows above 0, got {t}") for t in ("0", "1.5", "all")),
         (["--lancet-max-expert-rows=-4"], "expects auto, or a number of rows above 0, got -4"),
         *((["--lancet-locality-loss-coeff", t], "-coeff expects at least 0, got") for t in ("nan", "inf")),

@@ -5,7 +5,6 @@ Legend: P ranks, e local experts, E = P * e, t tokens of a rank, m rows of a ran
 
 from functools import partial
 from itertools import pairwise
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,9 +30,7 @@ from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import Comm, Inputs, group_of, inputs_of
 from tests.unit.model.dispatcher.test_deduplicated import ALL_DROPPED, ONE_RANK_SENDS, exchange, weighted, worlds
 
-TILINGS = st.builds(Tiling, st.integers(1, 4), st.integers(0, 2))
-"""With no part of its own, a tile has all rows of a group of experts."""
-BY_EXPERT, ROW = Tiling(2, 0), torch.zeros(1)
+TILINGS = st.builds(Tiling, st.integers(1, 4), st.integers(1, 2))
 ONE_TOKEN = [torch.tensor([[True, False, True, True]]), torch.tensor([[False, False, False, True]])]
 
 
@@ -98,13 +95,13 @@ def exchange_in_parts(
 
 
 def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
-    """Sends a tile of each rank as its splits say; local tokens are in none, but by expert they are in each."""
+    """Sends a tile of each rank as its splits say; local tokens are in none."""
     part = chunks[0].routes.tiling.part_of_tile(tile)
     splits = [chunk.routes.known_splits(tile) for chunk in chunks]
     splits = [one.reversed() if back else one for one in splits]
     sent = [[tensor.split(splits[rank].sent) for tensor in chunk.rows[part]] for rank, chunk in enumerate(chunks)]
     for rank, chunk in enumerate(chunks):
-        assert chunk.routes.tiling.is_by_expert or splits[rank].sent[rank] == splits[rank].received[rank] == 0
+        assert splits[rank].sent[rank] == splits[rank].received[rank] == 0
         assert splits[rank].received == tuple(one.sent[rank] for one in splits)
         chunk.rows[part] = tuple(torch.cat([source[rank] for source in of_all]) for of_all in zip(*sent, strict=True))
 
@@ -115,17 +112,13 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 @example(ALL_DROPPED, Tiling(2, 2), 0)
 @example(ONE_RANK_SENDS, Tiling(4, 1), 1)
 @example(ONE_TOKEN, Tiling(4, 2), 2)
-@example(ONE_RANK_SENDS, Tiling(2, 0), 0)
 @examples(40)
 def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 
     Also gradients of the inputs: a row that is made and not sent has none.
     """
-    if kind is DeduplicatedDispatcher:
-        tiling = Tiling(tiling.num_tiles, max(1, tiling.num_own))
-    else:
-        num_spare = 0  # it makes as many as are sent
+    num_spare = num_spare if kind is DeduplicatedDispatcher else 0  # the plain one makes as many as are sent
     inputs = inputs_of(maps)
     outputs, wholes = exchange_in_parts(kind, inputs, tiling, num_spare)
     expected, seen = exchange(kind, inputs)
@@ -168,23 +161,7 @@ def test_parts_of_even_routes_need_no_counts(holders):
     assert parts.received_by_source.sum(dim=0).tolist() == [[3, 3]] * (2 * holders)
 
 
-@pytest.mark.parametrize("holders", [1, 2])
-def test_even_routes_by_expert_have_all_rows_of_a_group(holders):
-    """As above, with three experts in two tiles."""
-    routes = Routes.even(3, 2, 3, holders, torch.device("cpu"))
-    parts = parted_routes(Mock(has_plain_rows=True, tp_size=holders, tp_rank=holders - 1), routes, BY_EXPERT, 1, ROW)
-    assert parts.sent == [[3, 6], [3, 6]]
-    assert parts.splits(1).sent == parts.splits(1).received == (6, 6)
-    first, second = (parts.routes(part) for part in range(2))
-    assert first.rows_per_expert.tolist() == [6 * holders, 0, 0]
-    assert second.rows_per_expert.tolist() == [0, 6 * holders, 6 * holders]
-    assert (first.are_by_expert, second.are_by_expert) == (True, False)
-    assert second.rows_by_expert_tp_rank == (12,) * holders
-    assert parts.received_by_source.sum(dim=0).tolist() == [[3, 3, 3]] * (2 * holders)
-
-
 def test_segments_have_a_tiling_where_they_have_tiles():
     assert Tiling.of(PLAIN) is None
     assert Tiling.of(PLAIN.in_tiles(2)) == Tiling(2, 2)
     assert Tiling.of(DEDUP.in_tiles(4, LocalTokens.AFTER)) == Tiling(4, 1)
-    assert Tiling.of(PLAIN.in_tiles(2, LocalTokens.BY_EXPERT)) == BY_EXPERT

@@ -7,14 +7,12 @@ import pytest
 
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.row_bound.feature import RowBoundFlags
 from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.features.tuning.profile_steps import plans_within
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.planning.search.tile_flag import TilesByExpert
 from megatron_lancet.schedule.plan import LocalTokens, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
@@ -44,7 +42,6 @@ def megatron_args(monkeypatch):
         ({"num_chunks": 1, "tiles": 2}, fixed_plan(1, tiles=2)),
         ({"num_chunks": 2, "tiles": 1}, fixed_plan(2, tiles=1)),
         ({"tiles": 4}, fixed_plan(2, tiles=4)),
-        ({"num_chunks": 1, "tiles": TilesByExpert(2)}, fixed_plan(1, tiles=2, local_tokens=LocalTokens.BY_EXPERT)),
     ],
 )
 def test_fixed_plans_have_the_tiles_that_are_asked_for(megatron_args, wishes, expected):
@@ -65,8 +62,6 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     assert limits(tiles=0) == ((0,), 0)
     assert limits(tiles=3) == ((3,), 1)
     assert is_tuned(args, config_with(tiles=3))
-    by_expert = planning_limits(args, config_with(tiles=TilesByExpert(2)))
-    assert (by_expert.tiles, by_expert.local_tokens) == ((2,), (LocalTokens.BY_EXPERT,))
 
 
 @pytest.mark.parametrize(
@@ -102,19 +97,6 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, conf
 def test_contradictions_are_refused(megatron_args, wishes, message):
     with pytest.raises(UsageError, match=message):
         choose_plan(megatron_args(), config_with(**wishes))
-
-
-def test_tiles_by_expert_need_plain_rows_and_an_expert_each(megatron_args, tmp_path):
-    args, asks = megatron_args(), TilesByExpert(2)
-    with pytest.raises(UsageError, match="experts:2 is not possible: the rows of --lancet-dispatch dedup go to"):
-        choose_plan(args, config_with(tiles=asks, dispatch=DEDUP))
-    few = rf"a rank has {args.num_experts // 2} for 99 tiles. .* or ask for fewer tiles"
-    with pytest.raises(UsageError, match=few):
-        choose_plan(args, config_with(tiles=TilesByExpert(99)))
-    path = tmp_path / "plan.json"
-    write_plan_file(path, PlanFile(fixed_plan(1, tiles=99, local_tokens=LocalTokens.BY_EXPERT)))
-    with pytest.raises(UsageError, match=f"which is not possible here: .* a rank has {args.num_experts // 2} for 99"):
-        choose_plan(args, config_with(plan=path))
 
 
 def test_tiles_in_fp8_are_refused(megatron_args):
