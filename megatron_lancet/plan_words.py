@@ -12,7 +12,6 @@ _RANGES = {
 _LOCAL_TOKENS = {
     LocalTokens.HALF: "half of the local tokens during the dispatch",
     LocalTokens.AFTER: "local tokens during the combine",
-    LocalTokens.BY_EXPERT: "each with all rows of a group of experts",
 }
 
 

@@ -24,14 +24,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.command import run_tool
-from megatron_lancet.planning.search.tile_flag import read_tiles
 
 _TIMEOUT = timedelta(minutes=10)
 """Maximum wait for another rank's message, torch's own limit for NCCL."""
@@ -72,10 +70,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--tiles",
-        type=partial(read_tiles, "--tiles"),
-        metavar="{N,experts:G}",
-        help="rows go to other ranks in N parts, or in one for each of G groups of experts: experts work on what is "
-        "here while the rest is on its way (default: in one message, that is waited for)",
+        type=positive_int,
+        metavar="N",
+        help="rows go to other ranks in N parts: experts work on what is here while the rest is on its way "
+        "(default: in one message, that is waited for)",
     )
     add("--output", type=Path, metavar="FILE", help="also write the results to FILE, as JSON")
     arguments = parser.parse_args(argv)

@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d, get_process_group_ranks, get_ran
 from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.load import LoadedModel, number_of_ranks
 from megatron_lancet.model.gpt import overlap
-from megatron_lancet.planning.search.tile_flag import Tiles, local_tokens_of, number_of
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
@@ -23,12 +22,12 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 CHUNKS_FLAG, TILES_FLAG = "--chunks", "--tiles"
 
 
-def evaluation_plan(num_chunks: int, tiles: Tiles, batch_size: int) -> Plan:
+def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int) -> Plan:
     """The plan of a forward pass without gradients.
 
     Args:
         num_chunks: chunks of a batch, along its windows.
-        tiles: parts in which rows go to other ranks; 0 for one message.
+        num_tiles: parts in which rows go to other ranks; 0 for one message.
         batch_size: windows of a batch on a rank.
 
     Raises:
@@ -40,12 +39,12 @@ def evaluation_plan(num_chunks: int, tiles: Tiles, batch_size: int) -> Plan:
             "--batch-size or fewer chunks."
         )
     if number_of_ranks() == 1:
-        flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {tiles}"] * bool(tiles)
+        flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
         raise UsageError(
             f"{' and '.join(flags)} {'are' if len(flags) > 1 else 'is'} not possible: one rank holds all experts, so "
             "there are no messages to hide. Start several ranks with torchrun, or drop it."
         )
-    return fixed_plan(num_chunks, DwPolicy.NONE, tiles=number_of(tiles), local_tokens=local_tokens_of(tiles))
+    return fixed_plan(num_chunks, DwPolicy.NONE, tiles=num_tiles)
 
 
 def overlap_evaluation(model: LoadedModel, plan: Plan, timeout: timedelta) -> CommStats:

@@ -21,6 +21,10 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 Defer = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes output gradients and inputs, the factors of a dW, which is computed later."""
 
+_MIN_ROWS = 16
+"""A CPU multiplies few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
+many, the rows of a part have the bits that they have among all rows, as long as sums have some hundred summands."""
+
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
     """``input @ weight.T + bias`` like Megatron's own, except that dW goes to the store.
@@ -180,8 +184,9 @@ class _DeferredWeightGrad(LinearByPlan):
         self._put(lambda: factors, factors.num_bytes)
 
     def _put(self, factors: Callable[[], Factors], num_bytes: int) -> None:
-        deferred, in_gemm, is_fused = self.deferred, self.accumulate_in_gemm, self.gradient_accumulation_fusion
+        deferred, in_gemm = self.deferred, self.accumulate_in_gemm
         sum_first = self.has_several_uses and not in_gemm
+        is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:
@@ -197,8 +202,8 @@ class _DeferredWeightGrad(LinearByPlan):
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        part, is_exact = self.store.part, not (self.accumulate_in_gemm or on_cuda(weight))
-        min_rows = part.min_rows if part is not None and is_exact else 0
+        is_exact_part = self.store.part is not None and not self.accumulate_in_gemm and not on_cuda(weight)
+        min_rows = _MIN_ROWS if is_exact_part else 0
         return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 
 

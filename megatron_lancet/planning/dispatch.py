@@ -75,11 +75,6 @@ def part_of_bytes(dispatch: Dispatch, profile: Profile) -> float | None:
     return part
 
 
-def can_tile(dispatch: Dispatch, local_tokens: LocalTokens) -> bool:
-    """Whether the rows of a dispatch can go in such tiles: a tile by expert needs rows of one expert each."""
-    return dispatch.is_plain or (dispatch.can_tile and local_tokens is not LocalTokens.BY_EXPERT)
-
-
 def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
     """The same plan with another dispatch.
 
@@ -100,10 +95,9 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return tuple(
-            one if can_tile(dispatch, one.local_tokens) else replace(one, tiles=0, local_tokens=LocalTokens.HALF)
-            for one in segments
-        )
+        if dispatch.can_tile:
+            return segments
+        return tuple(replace(segment, tiles=0, local_tokens=LocalTokens.HALF) for segment in segments)
 
     pairing = plan.pairing
     if pairing is not None:

@@ -38,10 +38,7 @@ class JoinedFactors(Protocol):
 
 
 class PartOfRows(Protocol):
-    """The part of a chunk's rows on which linear layers of experts run; for exact sums CPUs pad it to ``min_rows``."""
-
-    @property
-    def min_rows(self) -> int: ...
+    """The part of a chunk's rows on which linear layers of experts run."""
 
     def add(self, linear: Hashable, factors: Factors, expert: int | None = None) -> JoinedFactors | None:
         """Takes the factors of the part's dW.

@@ -24,8 +24,6 @@ class LocalTokens(StrEnum):
     """One half while the dispatch is in flight, the other while the combine is."""
     AFTER = "after"
     """While the combine is in flight."""
-    BY_EXPERT = "by-expert"
-    """With the other rows of their experts: a tile has all rows of a group of experts, and no rows go without one."""
 
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))

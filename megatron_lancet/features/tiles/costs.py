@@ -1,7 +1,7 @@
 """Costs of a dispatch in tiles: the costs without tiles, in parts.
 
-Experts that get their rows in tiles cost what they cost on as few rows; a group of experts costs its part of all. If a
-plan with tiles was profiled, each other op is scaled by the ratio of what was measured there to that.
+Experts that get their rows in tiles cost what they cost on as few rows. If a plan with tiles was profiled, each op is
+scaled by the ratio of what was measured there to that.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ class TiledCosts(DispatchCosts):
         super().__init__(dispatch, counts)
         assert isinstance(dispatch, Tiled), dispatch
         self._tiled = dispatch
-        self._is_by_expert = dispatch.local_tokens is LocalTokens.BY_EXPERT
         self._untiled = costs_of(dispatch.untiled, counts)
         self._factor = cache(self._measured_factor)
 
@@ -40,21 +39,17 @@ class TiledCosts(DispatchCosts):
         return Rows(*([(tile + 1) * rows // tiles - tile * rows // tiles for rows in its] for its in untiled))
 
     def op_rows(self, verb: Verb, chunk: Chunk) -> Sequence[float] | None:
-        """The experts work on local tokens, or on the tokens of other ranks in one tile, or a group on all its own."""
+        """The experts work on local tokens, or on the tokens of other ranks in one tile."""
         if verb.kind not in _EXPERTS:
             return self._untiled.op_rows(verb, chunk)
         kept = self.counts.kept(chunk)
         if verb.kind is OpKind.OWN_EXPERTS:
             return [number / self._tiled.num_own_parts for number in kept]
         received = self.counts.received(chunk)
-        if self._is_by_expert:
-            return [number / self._tiled.tiles for number in received]
         return [(number - stays) / self._tiled.tiles for number, stays in zip(received, kept, strict=True)]
 
     def op_ms(self, layer: LayerKind, kind: OpKind, phase: Phase, chunk: Chunk, rows: float) -> float:
         like = _without_tiles(kind)
-        if self._is_by_expert and kind is OpKind.EXPERTS:  # as large products as without tiles, of fewer experts
-            return self._untiled.op_ms(layer, kind, phase, chunk, rows * self._tiled.tiles) / self._tiled.tiles
         return self._factor(layer, kind, phase) * self._untiled.op_ms(layer, like, phase, chunk, rows)
 
     def weight_grads(
@@ -63,7 +58,7 @@ class TiledCosts(DispatchCosts):
         """A weight has one gradient, over all rows. It is ready behind the backward's last part."""
         if verb.kind not in _EXPERTS:
             return self._untiled.weight_grads(layer, verb, chunk, rows)
-        first = OpKind.OWN_EXPERTS if self._tiled.local_tokens is LocalTokens.HALF else OpKind.EXPERTS
+        first = OpKind.EXPERTS if self._tiled.local_tokens is LocalTokens.AFTER else OpKind.OWN_EXPERTS
         if verb.kind is not first or verb.tile:
             return ((),) * len(rows)
         grads = self.costs.weight_grads

@@ -3,18 +3,15 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature, PlanPart
 from megatron_lancet.flags import CheckedFlags, flag
-from megatron_lancet.planning.dispatch import can_tile
 from megatron_lancet.planning.search.search_space import TILES as TRIED
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
-from megatron_lancet.planning.search.tile_flag import Tiles, TilesByExpert, local_tokens_of, number_of, read_tiles
-from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layout import Blocker, tiles_blocker
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
@@ -23,19 +20,29 @@ from megatron_lancet.training.plan.dispatch import layout_of
 FLAG = "--lancet-tiles"
 
 
+def _tiles(text: str) -> int:
+    """
+    Raises:
+        UsageError: the text is no number of at least 0.
+    """
+    if not text.isdecimal():
+        raise UsageError(f"{FLAG} expects auto, or a number of tiles, 0 for none, got {text}.")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class TilesFlags(CheckedFlags):
-    """The tiles."""
+    """The number of tiles."""
 
-    tiles: Tiles | None = flag(
+    tiles: int | None = flag(
         None,
-        read=partial(read_tiles, FLAG),
+        read=_tiles,
         none_word="auto",
         limits_plan=True,
-        metavar="{auto,N,experts:G}",
+        metavar="{auto,N}",
         help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile "
-        "while the rest is in flight. 0: no tiles. experts:G: a message for each of G groups of experts, with all "
-        "their rows. auto (default): the plan chooses, for unchunked micro-batches; a fixed plan has no tiles.",
+        "while the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a "
+        "fixed plan has no tiles.",
     )
 
 
@@ -47,39 +54,33 @@ class TilesFeature(Feature):
 
     def flags_for_overlap(self, config: LancetConfig) -> Iterator[str]:
         """Yields the flag if it asks for tiles."""
-        tiles = config.of(TilesFlags).tiles
-        if tiles:
-            yield f"{FLAG} {tiles}"
+        number = config.of(TilesFlags).tiles
+        if number:
+            yield f"{FLAG} {number}"
 
     def allows(self, dispatch: Dispatch, config: LancetConfig) -> bool:
         """Whether a dispatch can have the tiles that the user asks for."""
-        tiles = config.of(TilesFlags).tiles
-        return not tiles or can_tile(dispatch, local_tokens_of(tiles))
+        return dispatch.can_tile or not config.of(TilesFlags).tiles
 
     def limited(self, limits: Limits, args: argparse.Namespace, config: LancetConfig) -> Limits:
         """Lets plans have tiles where the run can."""
         tiles, excluded = allowed_tiles(args, config)
-        found = replace(limits, tiles=tiles, excluded=(*limits.excluded, *excluded))
-        is_by_expert = isinstance(config.of(TilesFlags).tiles, TilesByExpert)
-        return replace(found, local_tokens=(LocalTokens.BY_EXPERT,)) if is_by_expert else found
+        return replace(limits, tiles=tiles, excluded=(*limits.excluded, *excluded))
 
     def in_fixed_plan(self, plan: Plan, args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, Sequence[str]]:
         """Cuts the messages of a plan with one segment into as many tiles as the user asks for."""
         allowed_tiles(args, config)
-        tiles = config.of(TilesFlags).tiles
-        if not tiles:
+        number = config.of(TilesFlags).tiles
+        if not number:
             return plan, ()
         (whole,) = plan.segments
-        segment = replace(whole, tiles=number_of(tiles), local_tokens=local_tokens_of(tiles))
+        segment = replace(whole, tiles=number)
         window = segment.all_to_alls_per_layer(plan.dispatch) if plan.dw_policy is DwPolicy.FILL else 0
         return replace(plan, segments=(segment,), dw_window=window), ()
 
     def check_file(self, plan: Plan, file: Path, args: argparse.Namespace, config: LancetConfig) -> None:
         """Refuses a plan with tiles where the run can't have any."""
         blocker = tiles_blocker_of(args, config) if plan.has_tiles else None
-        layout = layout_of(args, config, None)
-        for segment in (*plan.segments, *plan.at_ends.segments):
-            blocker = blocker or (segment.in_tiles(PLAIN).blocker(layout) if segment.tiles else None)
         if blocker is not None:
             raise UsageError(
                 f"--lancet-plan {file} sends rows in tiles, which is not possible here: {blocker.reason}. Make a "
@@ -89,8 +90,7 @@ class TilesFeature(Feature):
     def choices(self, limits: Limits) -> str:
         """The numbers of tiles that plans may have."""
         numbers = (0, *TRIED) if limits.tiles is None else limits.tiles
-        kind = " by expert" if LocalTokens.BY_EXPERT in limits.local_tokens else ""
-        return f"tiles {' or '.join(str(number) if number else 'none' for number in numbers)}{kind}"
+        return f"tiles {' or '.join(str(number) if number else 'none' for number in numbers)}"
 
 
 def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker | None:
@@ -99,16 +99,9 @@ def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker 
     Args:
         args: Megatron's arguments, validated or not.
     """
-    layout, tiles = layout_of(args, config, None), config.of(TilesFlags).tiles
-    blocker = tiles_blocker(layout)
-    if blocker is None and tiles:
-        blocker = PLAIN.in_tiles(number_of(tiles), local_tokens_of(tiles)).blocker(layout)
+    blocker = tiles_blocker(layout_of(args, config, None))
     if blocker is not None:
         return blocker
-    if isinstance(tiles, TilesByExpert) and config.dispatch is not None and not config.dispatch.is_plain:
-        return Blocker(
-            f"the rows of {DISPATCH_FLAG} {config.dispatch} go to several experts", advice=f"drop {DISPATCH_FLAG}"
-        )
     if config.dispatch is not None and not config.dispatch.can_tile:
         return Blocker(
             f"the messages of {DISPATCH_FLAG} {config.dispatch} have no tiles", advice=f"drop {DISPATCH_FLAG}"
@@ -128,11 +121,11 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     Raises:
         UsageError: the user asks for tiles, and the run can't have any.
     """
-    blocker, tiles = tiles_blocker_of(args, config), config.of(TilesFlags).tiles
-    if tiles and blocker is not None:
-        raise UsageError(f"{FLAG} {tiles} is not possible: {blocker.reason}. Pass {FLAG} 0, or {blocker.advice}.")
-    if tiles is not None:
-        return (number_of(tiles),), []
+    blocker, number = tiles_blocker_of(args, config), config.of(TilesFlags).tiles
+    if number and blocker is not None:
+        raise UsageError(f"{FLAG} {number} is not possible: {blocker.reason}. Pass {FLAG} 0, or {blocker.advice}.")
+    if number is not None:
+        return (number,), []
     return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
 
 

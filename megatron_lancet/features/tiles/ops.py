@@ -11,14 +11,14 @@ from typing import Any
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.tiles.chunk import ChunkInParts
 from megatron_lancet.features.tiles.parts import Tiling, count_parts, parted_routes
-from megatron_lancet.features.tiles.support import groups_blocker, model_blocker
-from megatron_lancet.features.tiles.weight_grads import MIN_ROWS, GatheredWeightGrads
+from megatron_lancet.features.tiles.support import model_blocker
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.overlapping_moe import ForwardOps, OverlappingMoE
 from megatron_lancet.model.parts import ModelPart
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.plan import Plan, Segment
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
@@ -41,8 +41,7 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState, tiling: Tiling, op: Op) 
     if op.tile == 0:
         routes = parted_routes(moe.dispatcher, x.present_routes, tiling, moe.comm.own_rank, x.rows[1])
         num_parts, store = tiling.num_parts, moe.comm.store
-        min_rows = 0 if tiling.is_by_expert else MIN_ROWS
-        gathered = GatheredWeightGrads(num_parts, lambda: routes.received_by_source, moe.expert_of, store, min_rows)
+        gathered = GatheredWeightGrads(num_parts, lambda: routes.received_by_source, moe.expert_of, store)
         x.kept = ChunkInParts(routes, gathered, x.rows)
         del x.rows
     parts = _parts(x)
@@ -136,13 +135,8 @@ class _Tiles(ModelPart):
         Raises:
             UsageError: the plan has tiles, and the model can't run it.
         """
-        config = model.config
-        is_quantized = config.fp8 is not None or config.fp4 is not None
+        is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
         why_not = model_blocker(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
-        num_local_experts = (config.num_moe_experts or 0) // config.expert_model_parallel_size
-        for segment in (*plan.segments, *plan.at_ends.segments):
-            if segment.local_tokens is LocalTokens.BY_EXPERT:
-                why_not = why_not or groups_blocker(segment.tiles, num_local_experts)
         if why_not is not None:
             raise UsageError(
                 f"this model cannot run a tiled plan: {why_not.reason}. Use a plan without tiles, or {why_not.advice}."

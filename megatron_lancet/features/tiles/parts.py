@@ -3,10 +3,7 @@
 The rows for another rank are cut evenly, whatever their experts are: a part of them are neighbours in their order,
 which is by expert. Both sides derive the same tiles from the shared counts; no extra message is needed.
 
-With tiles by expert, a tile has all rows of a group of local experts (EPS-MoE section 3). Each expert then works once,
-on all its rows in stock's order, and messages carry the rows that stay, too, as without tiles.
-
-Distinct rows are cut evenly, too. Only the sender knows the experts of a distinct row, so it also sends per-tile
+Distinct rows are cut in the same way. Only the sender knows the experts of a distinct row, so it also sends per-tile
 counts.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, Q = P * V ranks that exchange
@@ -36,7 +33,7 @@ class Tiling:
 
     Attributes:
         num_tiles: T.
-        num_own: O; 0 where tiles have all rows of their experts.
+        num_own: O.
     """
 
     num_tiles: int
@@ -46,11 +43,6 @@ class Tiling:
     def of(dispatch: Dispatch) -> "Tiling | None":
         """The parts of chunks with a dispatch; None where all rows go in one message."""
         return Tiling(dispatch.tiles, dispatch.num_own_parts) if isinstance(dispatch, Tiled) else None
-
-    @property
-    def is_by_expert(self) -> bool:
-        """Whether a tile has all rows of a group of experts."""
-        return self.num_own == 0
 
     @property
     def num_parts(self) -> int:
@@ -84,7 +76,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
 
     Attributes:
         tiling: the parts.
-        own_rank: this rank's place among the P; -1 where the rows that stay are in tiles, too.
+        own_rank: this rank's place among the P.
     """
 
     def __init__(
@@ -203,29 +195,8 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
             rows_by_source=by_expert_tp_rank(self._on_device(rows_Qe), self._tp_size),
             rows_by_expert_tp_rank=rows_by_expert_tp_rank,
             rows_per_expert=rows_Qe.sum(dim=0),
-            are_by_expert=any(int(rows_Qe.any(dim=dim).sum()) <= 1 for dim in (0, 1)),  # of one rank, or one expert
+            are_by_expert=int(rows_Qe.any(dim=1).sum()) <= 1,
         )
-
-
-class RoutesByExpert(PartedPlainRoutes):
-    """By the plain dispatcher: the rows for a rank are ordered by expert, so the rows of a group are neighbours."""
-
-    @cached_property
-    def sent(self) -> list[list[int]]:
-        """Waits for this rank's own counts; its rows to each rank, its own included, in tiles: [P][T]."""
-        counts = torch.tensor(self._routes.sent_counts()[:: self._tp_size])
-        rows: list[list[int]] = self._parts_of(counts).sum(dim=2).t().tolist()
-        return rows
-
-    def _received_in(self, part: int) -> list[int]:
-        rows: list[int] = self.received[part].sum(dim=1).tolist()
-        return rows
-
-    def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
-        """Rows of each tile for each expert, [T, ..., e]: none for the experts of other tiles."""
-        sizes = torch.tensor(part_sizes(counts.size(1), self.tiling.num_tiles))
-        tile_of_expert = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return torch.stack([counts * (tile_of_expert == tile) for tile in range(len(sizes))])
 
 
 class PartedDistinctRoutes(PartedRoutes[DistinctRoutes]):
@@ -290,6 +261,4 @@ def parted_routes(
         like: a tensor on the device of the rows.
     """
     of_rows: type[PartedRoutes[Any]] = PartedPlainRoutes if dispatcher.has_plain_rows else PartedDistinctRoutes
-    if tiling.is_by_expert:
-        of_rows, own_rank = RoutesByExpert, -1
     return of_rows(routes, tiling, own_rank, dispatcher.tp_size, dispatcher.tp_rank, like)

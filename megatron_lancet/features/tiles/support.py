@@ -24,13 +24,3 @@ def model_blocker(is_quantized: bool, has_row_bound: bool) -> Blocker | None:
             advice="drop --lancet-max-expert-rows",
         )
     return None
-
-
-def groups_blocker(num_groups: int, num_local_experts: int) -> Blocker | None:
-    """Why the experts of a rank can't be in as many groups, a tile each; None if they can."""
-    if num_groups <= num_local_experts:
-        return None
-    return Blocker(
-        f"tiles by expert need an expert each, and a rank has {num_local_experts} for {num_groups} tiles",
-        advice="ask for fewer tiles",
-    )

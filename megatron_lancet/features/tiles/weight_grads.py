@@ -17,10 +17,6 @@ import torch
 from megatron_lancet.runtime.factors import Factors
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 
-MIN_ROWS = 16
-"""A CPU multiplies few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
-many, the rows of a part have the bits that they have among all rows, as long as sums have some hundred summands."""
-
 
 class Piece(NamedTuple):
     """Neighbouring rows of an expert in one part: those from ``start`` to ``end``."""
@@ -88,7 +84,6 @@ class GatheredWeightGrads:
         received_by_source: Callable[[], torch.Tensor],
         expert_of: Mapping[Hashable, int],
         store: WeightGradStore | None,
-        min_rows: int = MIN_ROWS,
     ) -> None:
         """
         Args:
@@ -96,9 +91,7 @@ class GatheredWeightGrads:
                 called in the backward pass.
             expert_of: the local expert of each linear layer that is one expert's.
             store: takes the dWs; None where none is deferred.
-            min_rows: see :attr:`PartOfRows.min_rows`; 0 where each expert has all its rows in one part.
         """
-        self.min_rows = min_rows
         self._store = store
         self._num_parts = num_parts
         self._received_by_source = received_by_source
@@ -162,11 +155,6 @@ class PartOfRows:
 
     weight_grads: GatheredWeightGrads
     part: int
-
-    @property
-    def min_rows(self) -> int:
-        """Least rows of a GEMM on a CPU whose sums must have the bits of all rows: zeros are put behind fewer."""
-        return self.weight_grads.min_rows
 
     def add(self, linear: Hashable, factors: Factors, expert: int | None = None) -> PartsOfRows | None:
         """See :meth:`GatheredWeightGrads.add`.

@@ -258,7 +258,6 @@ class ProfilingPlanMaker:
             for plan in self._plans
             if plan.dispatch in limits.dispatches
             and (limits.tiles is None or plan.segments[0].tiles in limits.tiles)
-            and (not plan.has_tiles or plan.segments[0].local_tokens in limits.local_tokens)
             and str(plan) in times_ms
         ]
         if not allowed:

@@ -58,8 +58,6 @@ def description(segment: Segment) -> str:
 def tiles_in_words(segment: Segment) -> str:
     """Describes how the rows of a chunk go to other ranks, and when the experts work on the others."""
     parts = "1 tile" if segment.tiles == 1 else f"{segment.tiles} tiles"
-    if segment.local_tokens is LocalTokens.BY_EXPERT:
-        return f"rows in {parts}, each with all rows of a group of experts"
     return f"rows of other ranks in {parts}, {_LOCAL_TOKENS[segment.local_tokens]}"
 
 

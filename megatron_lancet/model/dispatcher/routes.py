@@ -26,7 +26,7 @@ class Routes:
         rows_per_expert: [e], rows for each local expert, on the host.
         by_peer: [P * V][e], rows from each rank for each local expert, as many as for each of that rank's; only of
             routes that are known without token counts.
-        are_by_expert: whether the rows come in the order of the experts: all are from one rank, or for one expert.
+        are_by_expert: whether the rows come in the order of the experts, since all are from one rank.
     """
 
     splits: RowSplits

@@ -27,7 +27,7 @@ def grouped_is_faster(num_experts: int, num_rows: int) -> bool:
     """Whether experts on a CPU run layer by layer faster than one after the other (benchmarks/RESULTS.md).
 
     Args:
-        num_experts: local experts with rows.
+        num_experts: local experts, e.
         num_rows: rows of all local experts, m.
     """
     return num_rows <= num_experts * MAX_ROWS_PER_EXPERT
@@ -74,15 +74,16 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
         """
         rows_mH = permuted_local_hidden_states
         together = self._together() if torch.is_grad_enabled() else None
-        if together is None or not self._runs_by_layer(tokens_per_expert, rows_mH.size(0)):
+        if together is None or not self._runs_by_layer(rows_mH.size(0)):
             return super().forward(rows_mH, tokens_per_expert, permuted_probs)
-        rows = RowGroups(tokens_per_expert, rows_mH) if self.last_expert_first else tokens_per_expert.tolist()
+        last_first = self.last_expert_first
+        rows = RowGroups(tokens_per_expert, rows_mH) if last_first else tokens_per_expert.tolist()
         return together(rows_mH, rows, permuted_probs)
 
-    def _runs_by_layer(self, tokens_per_expert: torch.Tensor, num_rows: int) -> bool:
+    def _runs_by_layer(self, num_rows: int) -> bool:
         if on_cuda(self.local_experts[0].linear_fc1.weight):
             return not self.config.deterministic_mode
-        return self.may_group and grouped_is_faster(int(tokens_per_expert.count_nonzero()), num_rows)
+        return self.may_group and grouped_is_faster(len(self.local_experts), num_rows)
 
     def _together(self) -> "_LayerByLayer | None":
         """Returns the local experts as one module, made on the first call; None where that is not possible."""

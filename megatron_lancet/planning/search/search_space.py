@@ -6,7 +6,7 @@ from itertools import groupby
 
 from megatron_lancet import registry
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.dispatch import can_tile, part_of_bytes
+from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
@@ -46,7 +46,6 @@ class Limits:
         dispatches: what all-to-alls may carry.
         tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
             tiles was profiled. Chunks have tiles only if they must.
-        local_tokens: with tiles, when experts may work on local tokens; tiles by expert only if they are asked for.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -60,7 +59,6 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     dispatches: tuple[Dispatch, ...] = field(default_factory=lambda: tuple(Dispatch.known().values()))
     tiles: tuple[int, ...] | None = None
-    local_tokens: tuple[LocalTokens, ...] = (LocalTokens.HALF, LocalTokens.AFTER)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
@@ -126,15 +124,15 @@ class SearchSpace:
             replace(choice, tiles=number, local_tokens=one)
             for choice in dict.fromkeys(choices)
             for number in tiles
-            for one in limits.local_tokens
+            for one in LocalTokens
             if number and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
         pairing, allowed = limits.pairing, limits.dispatches
         if must_tile:
-            untiled = [one for one in allowed if not can_tile(one, limits.local_tokens[0])]
+            untiled = [one for one in allowed if not one.can_tile]
             excluded += [Exclusion(f"dispatch={one}", "its messages have no tiles") for one in untiled]
-            allowed = tuple(one for one in allowed if one not in untiled)
+            allowed = tuple(one for one in allowed if one.can_tile)
         why = _unpairable(costs.model) if registry.has_pairing() else NO_PAIRING
         if True in pairing and why is not None:
             excluded.append(Exclusion("pairing", why))
@@ -156,8 +154,8 @@ class SearchSpace:
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
         """The space of plans with another dispatch, with tiles where it can have some."""
         choices = [choice for choice in self.choices if not choice.tiles]
-        choices += [choice for choice in self.tiled if can_tile(dispatch, choice.local_tokens)]
-        choices.sort(key=_complexity)
+        if dispatch.can_tile:
+            choices = sorted([*choices, *self.tiled], key=_complexity)
         return replace(self, dispatch=dispatch, choices=tuple(choices))
 
     def with_tiles_of(self, fast: Sequence[tuple[Segment, ...]]) -> "SearchSpace":

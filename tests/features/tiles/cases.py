@@ -21,7 +21,6 @@ def _tiled(tiles: int, local_tokens: LocalTokens, num_chunks: int = 1, **fields:
 
 
 TWO = _tiled(2, HALF)
-BY_EXPERT = _tiled(2, LocalTokens.BY_EXPERT)
 _WHOLE_EXPERTS = _tiled(2, HALF, overlap_range=OverlapRange.EXPERTS)
 _EIGHT_SEQUENCE: dict[str, Any] = {"chunk_dim": ChunkDim.SEQUENCE, "overlap_range": OverlapRange.EXPERTS}
 _DEDUP: dict[str, Any] = {"dispatch": DEDUP}
@@ -31,7 +30,7 @@ _MIXED = Plan(
 
 # GEMMs of parts of the rows give the bits of all rows at these widths, and a dW is one GEMM over all of them.
 CASES: dict[str, Case] = {
-    **{f"tiles-{t}-{own}/k=1": Case({}, _tiled(t, own)) for t in (1, 2, 4) for own in (HALF, AFTER)},
+    **{f"tiles-{t}-{own}/k=1": Case({}, _tiled(t, own)) for t in (1, 2, 4) for own in LocalTokens},
     "tiles-2-half/k=2": Case({}, _tiled(2, HALF, 2), disturbed=True),
     "tiles-1-after/k=2": Case({}, _tiled(1, AFTER, 2)),
     "tiles-4-after/k=2": Case({}, _tiled(4, AFTER, 2)),
@@ -64,20 +63,6 @@ CASES: dict[str, Case] = {
     "dedup/tiles-2-half/k=1": Case({}, _tiled(2, HALF, **_DEDUP)),
     "dedup/tiles-4-after/k=2": Case({"num_moe_experts": 8}, _tiled(4, AFTER, 2, **_DEDUP), disturbed=True),
     "segments/mixed-tiles": Case({}, _MIXED),
-    # Two experts on a rank: a tile each. With four, three tiles have two, one and one.
-    "tiles-2-by-expert/k=1": Case({}, BY_EXPERT, disturbed=True),
-    "tiles-1-by-expert/k=2": Case({}, _tiled(1, LocalTokens.BY_EXPERT, 2)),
-    "tiles-3-by-expert/k=1": Case({"num_moe_experts": 8}, _tiled(3, LocalTokens.BY_EXPERT)),
-    "idle-rank/tiles-2-by-expert/k=1": Case(FORCED["idle-rank"], BY_EXPERT),
-    "all-to-one-expert/tiles-2-by-expert/k=3": Case(
-        FORCED["all-to-one-expert"], _tiled(2, LocalTokens.BY_EXPERT, 3, chunk_dim=ChunkDim.SEQUENCE)
-    ),
-    "capacity-padded/tiles-2-by-expert/k=1": Case(
-        WHOLE_ROUTING["capacity-padded"], _tiled(2, LocalTokens.BY_EXPERT, overlap_range=OverlapRange.EXPERTS)
-    ),
-    "full-recompute/tiles-2-by-expert/k=1": Case(FULL, BY_EXPERT),
-    "bias/tiles-2-by-expert/k=1": Case(VARIANTS["bias"], BY_EXPERT),
-    "bf16/tiles-2-by-expert/dw-none": Case({"bf16": True}, _tiled(2, LocalTokens.BY_EXPERT, dw_policy=DwPolicy.NONE)),
 }
 IN_LAYOUTS: dict[str, Case] = {
     "EP4/tiles-4-after/k=1": Case({"num_moe_experts": 8}, _tiled(4, AFTER), disturbed=True, layout="EP4"),
@@ -87,17 +72,12 @@ IN_LAYOUTS: dict[str, Case] = {
     ),
     "EP2xTP2/dropout/tiles-2-half/k=1": Case({"hidden_dropout": 0.1, "attention_dropout": 0.1}, TWO, layout="EP2xTP2"),
     "EP2xETP2/tiles-2-half/k=1": Case({}, TWO, layout="EP2xETP2"),
-    "EP2xETP2/tiles-2-by-expert/k=1": Case({}, BY_EXPERT, layout="EP2xETP2"),
-    "EP4/tiles-2-by-expert/k=2": Case(
-        {"num_moe_experts": 8}, _tiled(2, LocalTokens.BY_EXPERT, 2), disturbed=True, layout="EP4"
-    ),
     "EP2xCP2/tiles-1-after/k=2": Case({}, _tiled(1, AFTER, 2), layout="EP2xCP2"),
 }
 SWITCHED: dict[str, Plan] = {
     "whole-tiles": TWO,
     "whole": fixed_plan(1),
     "batch-tiles": _tiled(1, AFTER, 2),
-    "whole-tiles-by-expert": BY_EXPERT,
     "whole-tiles-none": _tiled(4, HALF, dw_policy=DwPolicy.NONE),
     "whole-dedup-tiles": replace(TWO, dispatch=DEDUP),
 }

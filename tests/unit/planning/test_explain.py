@@ -84,9 +84,6 @@ def test_explanation_names_tiles():
     assert description(fixed_plan(1, tiles=1).segments[0]) == (
         "the unchunked micro-batch; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
     )
-    assert description(fixed_plan(1, tiles=2, local_tokens=LocalTokens.BY_EXPERT).segments[0]) == (
-        "the unchunked micro-batch; rows in 2 tiles, each with all rows of a group of experts"
-    )
 
 
 def test_explanation_covers_every_stage():

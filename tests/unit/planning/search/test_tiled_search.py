@@ -88,7 +88,7 @@ def test_tiles_add_few_plans_to_a_large_search():
     assert tiled.prediction.step_ms <= without.prediction.step_ms
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(machine, tiles=2))))
     for tiles in (1, 2, 4):
-        for local_tokens in (LocalTokens.HALF, LocalTokens.AFTER):
+        for local_tokens in LocalTokens:
             plan = fixed_plan(1, tiles=tiles, local_tokens=local_tokens)
             assert tiled.prediction.step_ms <= simulator.predict(plan).step_ms
 
@@ -115,20 +115,6 @@ def test_plan_in_two_hops_has_no_tiles_and_as_long_a_window():
     plan = fixed_plan(2, tiles=3, local_tokens=LocalTokens.AFTER)
     assert with_dispatch(plan, TWO_HOP) == fixed_plan(2, dispatch=TWO_HOP)
     assert with_dispatch(plan, DEDUP) == dataclasses.replace(plan, dispatch=DEDUP)
-    by_expert = fixed_plan(1, tiles=2, local_tokens=LocalTokens.BY_EXPERT)
-    assert with_dispatch(by_expert, DEDUP) == fixed_plan(1, dispatch=DEDUP)
-    with pytest.raises(ValueError, match="tiles by expert need dispatch plain, not dedup"):
-        dataclasses.replace(by_expert, dispatch=DEDUP)
-
-
-def test_tiles_by_expert_are_tried_if_they_are_asked_for():
-    profile = synthetic_profile(SHORT_MESSAGES)
-    limits = dataclasses.replace(WITHOUT_DWS, tiles=(2,), local_tokens=(LocalTokens.BY_EXPERT,))
-    planned = make_plan(profile, limits)
-    assert {one.local_tokens for one in planned.plan.segments} == {LocalTokens.BY_EXPERT}
-    assert planned.plan.dispatch.is_plain
-    tried = make_plan(profile, dataclasses.replace(WITHOUT_DWS, tiles=(2,))).alternatives
-    assert not [one for one in tried if "by-expert" in str(one.plan)]
 
 
 def test_tools_take_numbers_of_tiles():

@@ -87,19 +87,6 @@ def test_distinct_rows_are_split_in_the_same_way():
     assert sent == [142, 142, 143]
 
 
-def test_groups_of_experts_cost_their_part_of_all_experts():
-    """Small products are slower: a fixed cost of 2 ms for an op, which a group does not pay in full."""
-    steps = lowered(2, LocalTokens.BY_EXPERT)
-    assert parts_ms(steps) == [EXPERTS_MS / 2] * 2
-    assert sent_bytes(steps) == sent_bytes(lowered(2))
-    parts_put = [action.weight_grads[0] for verb, _, action in backward(steps) if action.kind is OpKind.EXPERTS]
-    assert [[grad.ms for grad in grads] for grads in parts_put] == [[], [DW_MS]]
-    profile = synthetic_profile(dataclasses.replace(MACHINE, overhead_ms=2.0))
-    (whole,) = parts_ms(lowered(0, profile=profile))
-    assert parts_ms(lowered(2, LocalTokens.BY_EXPERT, profile)) == [whole / 2] * 2
-    assert sum(parts_ms(lowered(2, LocalTokens.AFTER, profile))) > whole
-
-
 def test_messages_of_tiles_have_names_and_wait_for_one_counts():
     """Of two chunks with two tiles each, with a host that polls and with one that enqueues ahead."""
     for host_polls in (True, False):

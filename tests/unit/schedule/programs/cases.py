@@ -61,7 +61,6 @@ TILES = {
     "tiles-2-k2-experts": Case(fixed(2, EXPERTS, tiles=2), has_shared_experts=True),
     "tiles-4-k1-dedup": Case(fixed(1, tiles=4, dispatch=DEDUP)),
     "tiles-4-k2-stack": Case(fixed(2, tiles=4), "m"),
-    "tiles-2-k1-by-expert": Case(fixed(1, tiles=2, local_tokens=LocalTokens.BY_EXPERT)),
 }
 SEGMENTS = {
     "segments-whole-then-gate": Case(segments(Segment(1, 1, 1), Segment(2, None, 2, BATCH, GATE)), "mm"),
