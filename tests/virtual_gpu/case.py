@@ -96,6 +96,7 @@ class Found:
         gradients: largest relative error of each parameter's gradient in any step.
         host_waits: of each step.
         exchanges: names of the streams on which all-to-alls ran.
+        order: collectives, in the order in which the host has launched them.
     """
 
     loss: float
@@ -103,6 +104,7 @@ class Found:
     problems: Sequence[Problem]
     host_waits: Sequence[Sequence[HostWaits]] = ()
     exchanges: frozenset[str] = frozenset()
+    order: Sequence[str] = ()
 
     @property
     def largest_error(self) -> float:
@@ -261,6 +263,7 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
                 gpu.problems,
                 [*found.host_waits, host_waits],
                 found.exchanges | exchanges,
+                [*found.order, *_order_of(gpu)],
             )
             logged_losses()
             stats.take()
@@ -309,6 +312,16 @@ def _watched_step(
     begins = (entry for entry in gpu.log if isinstance(entry, CollectiveBegins))
     exchanges = frozenset(gpu.stream_name(one.stream) for one in begins if one.name == "all_to_all")
     return losses, gpu.host_waits, exchanges
+
+
+def _order_of(gpu: VirtualGpu) -> Iterator[str]:
+    """Yields the collectives of a step. Groups have numbers in the order of their use."""
+    groups: dict[str, int] = {}
+    for entry in gpu.log:
+        if isinstance(entry, CollectiveBegins):
+            group = groups.setdefault(entry.group, len(groups))
+            stream = gpu.stream_name(entry.stream).partition(" of group")[0]
+            yield f"{entry.name} of {entry.bytes_to_others:g} bytes on {stream} in group {group}"
 
 
 def _larger(a: float, b: float) -> float:

@@ -219,6 +219,9 @@ MUTANT_CASES: dict[str, Case | Program] = {
     "repeated": Case([fixed_plan(1, DwPolicy.NONE)], REPEATED, switchable=True),
     "traced": Case([TWO], SMALL, is_traced=True),
     "rounds": Case([ONE], SMALL, max_rows=40, equals_stock=False),
+    # Several messages wait for the same counts.
+    "tiles": Case(TILES[:1], SMALL),
+    "tiles-in-chunks": Case(TILES[1:], SMALL),
     **PROGRAMS,
 }
 """Small cases for mutants, in the order in which they are tried."""

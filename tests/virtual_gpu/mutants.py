@@ -1,10 +1,12 @@
-"""Deletes or misplaces statements that order kernels or keep memory, one place at a time: a case must fail.
+"""Deletes, misplaces or swaps statements that order kernels or messages or keep memory: a case must fail each time.
 
 Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--write] [--only TEXT]
 
 Places are found in the source: waits and records of streams and events, ``record_stream``, switches of the current
-stream, waits for collectives, and attributes that only keep memory alive. The mutated function is compiled and its code
-put in the place of the original's while a case runs.
+stream, waits for collectives, launches of messages (``places/orders.py``), and attributes that only keep memory alive.
+A case fails at its first problem, or with wrong numbers, or if messages have another order than without a mutant: NCCL
+needs the same one on all ranks, so it is fixed by the plan. The mutated function is compiled and its code put in the
+place of the original's while a case runs.
 """
 
 import argparse
@@ -16,20 +18,26 @@ import json
 import logging
 import re
 import sys
+import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_lancet.patching import around
+from megatron_lancet.testkit.virtual_gpu.memory import Memory
 from tests.virtual_gpu.case import STREAMS, Case, run
 from tests.virtual_gpu.cases import MUTANT_CASES
-from tests.virtual_gpu.places.misplaced import REPLACED, SWAPPED, misplaced
+from tests.virtual_gpu.places.misplaced import REPLACED, misplaced
 from tests.virtual_gpu.places.needless import NEEDLESS
-from tests.virtual_gpu.programs import Program, run_program
+from tests.virtual_gpu.places.orders import MESSAGES_IN, wrong_orders
+from tests.virtual_gpu.programs import run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
 REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
@@ -51,10 +59,10 @@ KEEPERS = (
     "features/tiles/parts.py",
 )
 """Where attributes are taken for kept memory if they are released, or never read."""
-MISPLACED_IN = tuple({place.file for place in (*REPLACED, *SWAPPED)})
+MISPLACED_IN = tuple({*(place.file for place in REPLACED), *MESSAGES_IN})
 NOT_KEEPERS = ("features/pairing/lane.py", "features/pairing/pairing.py", "runtime/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
-_WORDS = (*STATEMENTS, *WRAPPERS, "torch.cuda.stream", ".wait(")
+_WORDS = (*STATEMENTS, *WRAPPERS, "torch.cuda.stream", ".wait(", "ReadyEvent(")
 """A file that has none of them has no call that is a place."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}
@@ -109,21 +117,17 @@ type _Function = ast.FunctionDef
 type _Change = Callable[[], None]
 
 
-def find() -> dict[Mutant, ast.Module]:
-    """All mutants of the product, each with the module's mutated tree."""
-    found: dict[Mutant, ast.Module] = {}
+def find() -> dict[Mutant, int]:
+    """All mutants of the product, each with its number in its file."""
+    found: dict[Mutant, int] = {}
     for path in sorted(PRODUCT.rglob("*.py")):
         file = str(path.relative_to(PRODUCT))
         source = "" if file.startswith(NOT_PRODUCT) else path.read_text()
         if any(word in source for word in _WORDS) or file.startswith((*KEEPERS, *MISPLACED_IN)):
-            num_places = len(list(_places(ast.parse(source), source, file)))
-            for place in range(num_places):
-                tree = ast.parse(source)
-                mutant, change = list(_places(tree, source, file))[place]
+            for number, (mutant, _) in enumerate(_places(ast.parse(source), source, file)):
                 while mutant in found:
                     mutant = replace(mutant, index=mutant.index + 1)
-                change()
-                found[mutant] = ast.fix_missing_locations(tree)
+                found[mutant] = number
     return found
 
 
@@ -137,6 +141,8 @@ def _places(tree: ast.Module, source: str, file: str) -> Iterator[tuple[Mutant, 
             for index, statement in enumerate(block):
                 line = lines[statement.lineno - 1].strip()
                 for change, apply in misplaced(file, name, line, block, index):
+                    yield Mutant(file, name, change, line), apply
+                for change, apply in wrong_orders(file, function, block, index):
                     yield Mutant(file, name, change, line), apply
 
 
@@ -238,9 +244,18 @@ def _becomes(node: ast.Call, expression: str) -> _Change:
     return apply
 
 
+def _mutated_tree(file: str, number: int) -> ast.Module:
+    source = (PRODUCT / file).read_text()
+    tree = ast.parse(source)
+    _, change = next(islice(_places(tree, source, file), number, None))
+    change()
+    return ast.fix_missing_locations(tree)
+
+
 @contextmanager
-def mutated(mutant: Mutant, tree: ast.Module) -> Iterator[None]:
-    """Inside the context the product runs with the mutant."""
+def mutated(mutant: Mutant, number: int) -> Iterator[None]:
+    """Inside the context the product runs with the mutant that :func:`find` has given this number."""
+    tree = _mutated_tree(mutant.file, number)
     module = importlib.import_module("megatron_lancet." + mutant.file.removesuffix(".py").replace("/", "."))
     found: Any = module
     for name in mutant.function.split("."):
@@ -264,26 +279,81 @@ def _code_of(module: types.CodeType, qualified_name: str) -> types.CodeType:
     return code
 
 
-def fails(case: Case | Program) -> str:
-    """What a case reports that should be clean; empty if it is."""
+class _Stop(Exception):  # noqa: N818 - it stops a run, with what was found
+    """The first problem."""
+
+
+def _stop(_: Any, __: Memory, kind: str, text: str) -> None:
+    raise _Stop(f"{kind}: {text}")
+
+
+def fails(name: str) -> str:
+    """What a case reports first that should be clean; empty if it is."""
+    clean, case = _clean(name), MUTANT_CASES[name]
     try:
-        found = run(case) if isinstance(case, Case) else run_program(case)
+        with around(Memory, "_add_problem", _stop):
+            found = run(case) if isinstance(case, Case) else run_program(case)
+    except _Stop as problem:
+        return str(problem)
     except Exception as error:  # noqa: BLE001 - whatever a mutant breaks
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    if found.problems:
-        return f"{found.problems[0].kind}: {found.problems[0].text}"
     if not found.largest_error < TOLERANCE:
         return "wrong numbers"
     if not found.exchanges <= EXCHANGE_STREAMS:
         return f"all-to-alls on {sorted(found.exchanges)}: nothing is next to them"
+    for number, (ours, expected) in enumerate(zip_longest(found.order, clean.order), start=1):
+        if ours != expected:
+            return f"order of messages: {ours} as number {number}, not {expected}"
     return ""
 
 
-def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case | Program]) -> Verdict:
+def learn_orders() -> None:
+    """Runs the cases once, without a mutant: what a case sends, and waits for, has an order."""
+    for name in MUTANT_CASES:
+        _clean(name)
+
+
+@dataclass(frozen=True)
+class _Clean:
+    """
+    Attributes:
+        order: see :class:`Found`.
+        entered: file and qualified name of each function of the product that ran.
+    """
+
+    order: Sequence[str]
+    entered: frozenset[tuple[str, str]]
+
+
+@cache
+def _clean(name: str) -> _Clean:
+    case, codes, monitoring = MUTANT_CASES[name], set[types.CodeType](), sys.monitoring
+
+    def enters(code: types.CodeType, _: int) -> Any:
+        codes.add(code)
+        return monitoring.DISABLE
+
+    monitoring.use_tool_id(monitoring.COVERAGE_ID, __name__)
+    monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.PY_START, enters)
+    monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.PY_START)
+    try:
+        monitoring.restart_events()
+        order = (run(case) if isinstance(case, Case) else run_program(case)).order
+    finally:
+        monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.NO_EVENTS)
+        monitoring.free_tool_id(monitoring.COVERAGE_ID)
+    files = ((Path(code.co_filename), code.co_qualname) for code in codes)
+    own = ((path.relative_to(PRODUCT), name) for path, name in files if path.is_relative_to(PRODUCT))
+    return _Clean(order, frozenset((str(path), name) for path, name in own))
+
+
+def verdict(mutant: Mutant, number: int) -> Verdict:
     """The first of the cases that catches a mutant."""
-    with mutated(mutant, tree):
-        for name, case in cases.items():
-            how = fails(case)
+    with mutated(mutant, number):
+        for name in MUTANT_CASES:
+            if (mutant.file, mutant.function) not in _clean(name).entered:
+                continue
+            how = fails(name)
             if how:
                 return Verdict(name, how)
     return Verdict("", "")
@@ -291,7 +361,12 @@ def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case | Program]) 
 
 def is_needless(mutant: Mutant) -> bool:
     """Whether the list has a proof that the place is not needed on CUDA, or not for order and memory."""
-    return mutant.place in NEEDLESS
+    return bool(why_needless(mutant))
+
+
+def why_needless(mutant: Mutant) -> str:
+    """The reason in the list, for the place or for this change of it; empty if there is none."""
+    return NEEDLESS.get(mutant.place) or NEEDLESS.get((*mutant.place, mutant.change), "")
 
 
 def reported() -> dict[str, dict[str, Any]]:
@@ -303,28 +378,31 @@ def reported() -> dict[str, dict[str, Any]]:
 
 def reason(how: str) -> str:
     """Returns a problem's kind, kernels and streams, or an error's type and message, without code locations."""
-    return re.sub(r" \([^()]*\)| of group \d+", "", how)
+    return re.sub(r" \([^()]*\)| of group \d+| as number \d+", "", how)
 
 
 def survey(only: str) -> list[dict[str, Any]]:
-    """Every mutant with the case that catches it, and with the streams that make its numbers wrong if they are late."""
+    """Every mutant with the case that catches it, and with a stream that makes its numbers wrong if it is late."""
     rows: list[dict[str, Any]] = []
-    for mutant, tree in find().items():
+    learn_orders()
+    for mutant, number in find().items():
         if only not in str(mutant):
             continue
-        found = verdict(mutant, tree, MUTANT_CASES)
-        wrong = wrong_when_late(mutant, tree, found.case) if found.is_silent else []
-        reason = next((text for place, text in NEEDLESS.items() if place == mutant.place), "")
+        start_s = time.process_time()
+        found = verdict(mutant, number)
+        cpu_s = time.process_time() - start_s
+        wrong = wrong_when_late(mutant, number, found.case) if found.is_silent else []
+        reason = "" if found.case else why_needless(mutant)
         rows.append({"mutant": str(mutant), **asdict(found), "wrong_when_late": wrong, "reason": reason})
-        sys.stdout.write(f"{found.case or 'NOT CAUGHT':16} {mutant}\n")
+        sys.stdout.write(f"{found.case or 'NOT CAUGHT':16} {cpu_s:4.1f} s {mutant}\n")
         sys.stdout.flush()
     return rows
 
 
-def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
-    """Names of streams that, late, make losses or gradients wrong."""
-    with mutated(mutant, tree):
-        return [stream for stream in STREAMS if is_wrong_when_late(name, stream)]
+def wrong_when_late(mutant: Mutant, number: int, name: str) -> list[str]:
+    """Name of the first stream that, late, makes losses or gradients wrong; empty if none does."""
+    with mutated(mutant, number):
+        return [*islice((stream for stream in STREAMS if is_wrong_when_late(name, stream)), 1)]
 
 
 def is_wrong_when_late(name: str, stream: str) -> bool:
@@ -343,14 +421,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the report")
     parser.add_argument("--write", action="store_true", help=f"write {REPORT.name} and its text")
-    parser.add_argument("--only", default="", help="mutants whose text contains this")
+    parser.add_argument("--only", default="", help="mutants whose text contains this; the others' rows stay")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
     command = " ".join(["python -m tests.virtual_gpu.mutants", *sys.argv[1:]])
     with cpu_platform():
-        report = {"command": command, "date": str(datetime.date.today()), "mutants": survey(args.only)}
+        rows = {name: row for name, row in reported().items() if args.only and args.only not in name}
+        rows |= {row["mutant"]: row for row in survey(args.only)}
+    ordered = [rows[name] for name in map(str, find()) if name in rows]
+    report = {"command": command, "date": str(datetime.date.today()), "mutants": ordered}
     text = json.dumps(report, indent=1) + "\n"
     if args.json is not None:
         args.json.write_text(text)

@@ -37,14 +37,15 @@ def judged() -> dict[str, Any]:
     prepare()
     rows = mutants.reported()
     caught, wrong_when_late = {}, {}
-    for mutant, tree in mutants.find().items():
+    mutants.learn_orders()
+    for mutant, number in mutants.find().items():
         row = rows.get(str(mutant))
         if row and row["case"]:
-            with mutants.mutated(mutant, tree):
-                caught[row["mutant"]] = mutants.fails(MUTANT_CASES[row["case"]])
+            with mutants.mutated(mutant, number):
+                caught[row["mutant"]] = mutants.fails(row["case"])
                 for stream in row["wrong_when_late"][:1]:
                     wrong_when_late[row["mutant"]] = mutants.is_wrong_when_late(row["case"], stream)
-    clean = {name: mutants.fails(case) for name, case in MUTANT_CASES.items()}
+    clean = {name: mutants.fails(name) for name in MUTANT_CASES}
     return {"caught": caught, "wrong_when_late": wrong_when_late, "clean": clean}
 
 
