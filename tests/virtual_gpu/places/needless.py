@@ -95,6 +95,12 @@ NEEDLESS: dict[tuple[str, ...], str] = {
         "behind if self._sent is not None and on_cuda(self._sent):",
     ): "A stream that memory was recorded on counts when the memory is given back, which is behind both lines.",
     (
+        "features/comm_priority/grad_reduction.py",
+        "_recorded",
+        "collective.ready = ReadyEvent(collective.gradients)",
+        "recorded when the function begins",
+    ): "DDP scales and checks gradients before it opens the coalescing manager. Inside, nothing is enqueued.",
+    (
         "runtime/all_to_all.py",
         "AllToAll._launch_backward",
         "if self._comm.scheduler is not None:",
