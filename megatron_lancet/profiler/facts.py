@@ -107,7 +107,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         prob_bytes=router_dtype.itemsize,
         nodes=model.comm.nodes,
         expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        wiring=overlapping_layers(model.stages[0])[0].wiring,
+        wiring=next((layer.wiring for stage in model.stages for layer in overlapping_layers(stage)), ""),
     )
 
 

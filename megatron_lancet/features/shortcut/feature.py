@@ -18,6 +18,7 @@ from megatron_lancet.features.shortcut.order import NAME
 from megatron_lancet.features.shortcut.support import PATTERN, layers_blocker
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.planning.search.search_space import Limits, of_wiring
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.megatron import checkpoint_patches
@@ -83,7 +84,7 @@ class ShortcutFeature(Feature):
         """Yields the methods of Megatron that the wiring splits, and this Megatron lacks."""
         yield from missing_functions(
             [
-                (MoELayer, "postprocess", ("output", "shared_expert_output")),
+                (MoELayer, OpKind.POSTPROCESS, ("output", "shared_expert_output")),
                 (TransformerLayer, "_forward_post_mlp", ("mlp_output_with_bias", "residual")),
             ]
         )

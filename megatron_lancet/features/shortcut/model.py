@@ -34,7 +34,7 @@ class _Shortcut(ModelPart):
 
     def check_plan(self, plan: Plan, model: Any, max_expert_rows: int | None) -> None:
         """Refuses a plan that parts a MoE layer from its dense layer."""
-        if model.decoder.overlapping_layers[0].wiring == NAME:
+        if any(layer.wiring == NAME for layer in model.decoder.overlapping_layers):
             check_plan(plan)
 
 

@@ -18,6 +18,7 @@ LAUNCHES = {
     "local": {
         OpKind.NORM: (1.0, 2.0),
         "positions": (27.0, 22.0),
+        "fused positions": (5.0, 10.0),
         "router": (25.0, 16.0),
         "rows": (11.0, 4.0),
         "act": (12.0, 2.0),
@@ -145,7 +146,10 @@ class LayerParts:
             yield product("self_attention.linear_qkv", piece.tokens, args.hidden_size, projected, value)
             turned = piece.tokens * (query + keys) * value
             passes = 2 if args.qk_layernorm else 1
-            yield elementwise(2 * passes * turned, 3 * passes * turned, self._of("positions"))
+            # As Megatron's default; without Transformer Engine it refuses this fusion on a GPU.
+            is_fused = args.apply_rope_fusion and not args.rotary_interleaved and "fused positions" in self._launches
+            launches = self._of("fused positions" if is_fused else "positions")
+            yield elementwise(2 * passes * turned, 3 * passes * turned, launches)
             out, cost_per_pair = query, 4 * query
         pairs = piece.tokens * piece.keys
         yield self._core(pairs, heads, pairs * cost_per_pair, piece.tokens * (query + out) * 2 * value)

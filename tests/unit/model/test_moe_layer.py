@@ -67,6 +67,7 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
     }
     stock = SimpleNamespace(
         experts=experts,
+        router=SimpleNamespace(num_experts=NUM_EXPERTS),
         use_shared_expert=False,
         is_mtp_layer=False,
         layer_number=1,
