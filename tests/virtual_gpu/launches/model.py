@@ -95,7 +95,7 @@ class Recorded:
         timeline = timeline_of(played, recording.messages)
         names = {span.name for span in timeline.spans if span.lane is Lane.COMPUTE}
         rows = self.facts.num_rows // plan.num_chunks
-        received = {name: (rows,) for name in names if name.endswith(f"F.{OpKind.EXPERTS}")}
+        received: dict[str, tuple[int, ...]] = {name: (rows,) for name in names if name.endswith(f"F.{OpKind.EXPERTS}")}
         weight_grads = {name: WeightGradFacts((1,), 1) for name in names if is_weight_grad(name)}
         return StepTrace(timeline, received, weight_grads, host=host_spans(played))
 
