@@ -90,7 +90,7 @@ class Drift:
             running.run(self._args.steps)
 
     def measure(self, placement: Path) -> dict[str, Any]:
-        """Trains all variants in turns; returns what they took, for the result file."""
+        """Trains all variants in turns; returns their times, for the result file."""
         args, plan = self._args, PLANS[self._args.plan]
         moving = ("--lancet-rebalance-interval", str(args.interval))
         flags = {
@@ -122,7 +122,7 @@ def _record(one: Running) -> dict[str, Any]:
 
 
 def summary(measured: dict[str, Any], num_first: int) -> str:
-    """The table: each variant's steps after the first ones, against those of the placement at the start."""
+    """The table: each variant's steps after the first ones, against the placement at the start."""
     variants = measured["variants"]
     lines = [["variant", "step (mean)", "waits", "against start (quartiles of turns)", "moves"]]
 

@@ -300,7 +300,7 @@ def start_queue_of_saves() -> None:
 
 
 def import_parts_of_models() -> None:
-    """Imports what each run with a plan would import: a fifth of a second for a rank."""
+    """Imports the modules of runs with a plan: a fifth of a second for a rank."""
     from megatron_lancet import registry
 
     registry.model_parts()

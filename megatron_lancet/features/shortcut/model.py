@@ -74,7 +74,7 @@ class TwoSumsMoE(MoELayer):
         return super().shared_experts_compute(hidden_states)
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes tokens; those of identity experts are done."""
+        """Routes tokens; identity experts have done their part then."""
         routed = super().route(*args, **kwargs)
         self._own_sbH = None if self._own_sbH is None else self.router.take_own(self._own_sbH)
         return routed

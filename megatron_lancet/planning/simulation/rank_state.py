@@ -76,7 +76,7 @@ class RankState:
         self.host_ms = self.time_ms
 
     def slow_past_compute(self, message: Message, slowdown: float, record: bool) -> None:
-        """Delays it by the slowdown of what it computed during a message before this was known to be sent."""
+        """Delays it by the slowdown of ops that ran during a message before this was known to be sent."""
         from_ms, sent_ms = max(message.ready_ms, self.slowed_until_ms), message.arrival_ms[self.column]
         if from_ms < min(self.time_ms, sent_ms):
             more = slowdown - 1

@@ -31,7 +31,7 @@ TOLERANCE = 5e-6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What each case has found, what it has printed on the first rank, and the folder of the tuned one's report."""
+    """What each case has found, what it has printed on the first rank, and the folder of the tuned run's report."""
     folder = tmp_path_factory.mktemp("library")
     cases: dict[str, Any] = {name: {"settings": how, "way": way} for name, (how, way) in {**EXACT, **NEAR}.items()}
     # One step: Adam's weights differ more where a gradient is almost 0, as some of so few tokens are.

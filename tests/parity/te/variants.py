@@ -159,7 +159,7 @@ def _chunk_counts(variant: str) -> tuple[int, ...]:
 FURTHER = frozenset(
     f"{name}/{cut}"
     for cut, names in {
-        # Routers are not Transformer Engine's, and those of local layers are compared in all ways.
+        # Routers are not Transformer Engine's; local layers' are compared in all ways.
         "k=3": "two-aux-losses sigmoid-expert-bias per-token-loss core-attention-recompute mtp-1 mtp-2 llama-like "
         "hybrid-shared-expert shared-expert shared-expert-gate frozen-layer bias dense-first-layer grouped-experts",
         "k=4": "plain",

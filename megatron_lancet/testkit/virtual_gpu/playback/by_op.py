@@ -36,7 +36,7 @@ def timeline_of(played: Playback, messages: Iterable[MarkedMessage]) -> RankTime
 
 
 def host_spans(played: Playback) -> tuple[Span, ...]:
-    """The ops and waits by the clock of the host, like those of a real step's trace."""
+    """The ops and waits by the clock of the host, as in a real step's trace."""
     marks = (mark for mark, _ in played.marks)
     return tuple(_spans(zip(marks, played.marks_on_host_us, strict=True)))
 
