@@ -21,7 +21,7 @@ _ELEMENTS_OF_A_BUCKET = 40_000_000
 """Megatron's default, and at least a million for each rank."""
 _ELEMENT_BYTES = 4
 _BEFORE_PLACE = (DISPATCHES | COMBINES) - {OpKind.LOCAL_DISPATCH, OpKind.NODE_COMBINE}
-"""Kinds of the backward all-to-all after which reductions may be launched; of two hops, those that end an exchange."""
+"""Kinds of the backward all-to-all after which reductions may be launched; of two hops, the second."""
 
 
 class CommPriority(StrEnum):

@@ -33,7 +33,7 @@ def reference(num_identity: int) -> Any:
             "routed_scaling_factor": SCALE,
             "zero_expert_num": num_identity,
         },
-        "rms_norm_eps": EPSILON,  # of all norms: those of latent queries and keys have 1e-6 in any case
+        "rms_norm_eps": EPSILON,  # of all norms; latent queries' and keys' norms have 1e-6 in any case
         "max_position_embeddings": SEQ_LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
         "attn_implementation": "eager",

@@ -1,24 +1,15 @@
 """Megatron-Bridge's own trainings on CPU ranks, with one line for the overlap: losses and weights are stock's."""
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.bridge import processes
 from tests.ranks import launch
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge: make test-bridge"
-    ),
-]
-BRIDGE = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
+pytestmark = [pytest.mark.distributed, processes.NEEDS_BRIDGE]
 WORKER = launch.REPO / "tests/bridge/bridge_worker.py"
 TOLERANCE = 2e-6
 """Relative: chunks sum in another order."""
@@ -38,19 +29,12 @@ WHAT_IS_EQUAL = ["steps", "evaluations", "weights", "spread"]
 
 
 def trained(cases, num_ranks, folder):
-    """What each case found, and what the ranks printed. New processes: Bridge needs other versions of packages."""
+    """Results of each case, and the output of the ranks."""
     out = folder / "found.json"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--master-port", str(launch.free_port()), WORKER, json.dumps(cases), out],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([BRIDGE, str(launch.REPO)]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    parts = re.split(r"^case: (.*)$", done.stdout, flags=re.M)
+    words = [*launcher, "--master-port", launch.free_port(), WORKER, json.dumps(cases), out]
+    printed = processes.run(*words, timeout_s=400)
+    parts = re.split(r"^case: (.*)$", printed, flags=re.M)
     output = dict.fromkeys(cases, "")
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
         output[name] += text

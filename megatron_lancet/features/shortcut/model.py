@@ -66,7 +66,7 @@ class TwoSumsMoE(MoELayer):
     """Megatron's MoE layer; it returns the sums of shared and of routed experts side by side, [s, b, 2H]."""
 
     _own_sbH: torch.Tensor | None = None
-    """Input of identity experts, then what they add; in between other methods of a forward pass run."""
+    """Input of identity experts, then their output; other methods of a forward pass run in between."""
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Runs first in a forward pass."""

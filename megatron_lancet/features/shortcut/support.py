@@ -1,4 +1,4 @@
-"""What does not work with sums that are added one layer later: all combinations that are refused."""
+"""Layers and plans that are refused where sums are added one layer later."""
 
 from collections.abc import Iterator, Sequence
 

@@ -66,7 +66,7 @@ def _alone_ms(profile: Profile, reduction: GradientReduction) -> float:
 def better_in_gaps(profile: Profile, plan: Plan) -> tuple[GradientReduction, float] | None:
     """Reductions that give way to all-to-alls, where that saves more than 2 % of the plan's step.
 
-    Parts of a quarter, a half and all of a layer's dense gradients are tried: those are what gaps of a layer can hold.
+    Parts of a quarter, a half and all of a layer's dense gradients are tried, since a gap of a layer holds no more.
 
     Returns:
         The best of them and the predicted step; None if none saves as much, or the profile reduces no gradients during

@@ -1,4 +1,4 @@
-"""Which runs and plans can have routed sums that are added one layer later, and what a planner makes of them."""
+"""Routed sums that are added one layer later: runs and plans that can have them, refusals, and the planner's choice."""
 
 import argparse
 from dataclasses import replace

@@ -19,7 +19,7 @@ PATH = "ours k=1"
 
 
 FEW = ("stock", "ours k=2", "tiles", "capacity, padded, k=1", "traced")
-"""Paths with unlike numbers of waits; ``tests/virtual_gpu`` counts those of all plans."""
+"""Paths with different numbers of waits; ``tests/virtual_gpu`` counts the waits of all plans."""
 
 
 def check_waits(counted):

@@ -8,7 +8,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.load.expert_load import LayerLoad
 
 FIRST, SECOND = (40, 40, 10, 10), (40, 10, 10, 40)
-"""Two experts have most rows. Megatron's order and then that of the first load have them on one rank."""
+"""Two experts have most rows. Both are on one rank in Megatron's order, and in the order by the first load."""
 
 
 def steps(*loads):

@@ -1,7 +1,7 @@
 """A model on the virtual GPU, recorded once, and its profile at any launch cost and speed: no step is run again.
 
-Kernels take times of an H100 by their FLOP and bytes. A device that is many times as fast stands for a micro-batch with
-so many times fewer tokens, whose kernels are as short.
+Kernel times are an H100's, by FLOP and bytes. A device that is N times as fast stands for a micro-batch with 1 / N
+of the tokens.
 """
 
 import sys
@@ -121,7 +121,11 @@ def _recording(run: ModelledRun, plan: Plan, facts: list[ModelFacts]) -> Recordi
 
 
 def device(launch_us: float, speed: float = 1.0) -> DeviceModel:
-    """So many times an H100, with a link that is as many times as fast, whose host takes this long for a launch."""
+    """
+    Args:
+        launch_us: time in which the host launches a kernel.
+        speed: of the device and its link, relative to an H100.
+    """
     slow = DeviceModel()
     fast = DeviceModel(
         flops_per_s=speed * slow.flops_per_s,

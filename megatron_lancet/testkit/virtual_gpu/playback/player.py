@@ -72,7 +72,7 @@ class Playback:
         messages: in the order of their launches.
         events_us: time at which each event is reached, by its number.
         marks: each mark with the time at which the compute stream reaches it.
-        marks_on_host_us: the time at which the host gets to each mark.
+        marks_on_host_us: time at which the host sets each mark.
         step_us: until the last kernel or message ends and the host is done.
         busy_us: time for which the compute stream runs kernels.
         for_messages_us: time for which compute stands still while a message that it waits for is on the wire. It
