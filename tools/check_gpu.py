@@ -142,25 +142,29 @@ def _run(args: argparse.Namespace) -> bool:
     unknown = [name for name in args.parts or () if name not in names]
     if unknown:
         raise _UsageError(f"--parts {' '.join(unknown)}: expected some of {' '.join(names)}.")
-    if args.device not in DEVICES:
+    if args.device not in (None, *DEVICES):
         raise _UsageError(f"--device {args.device}: expected {' or '.join(DEVICES)}, whose steps are predicted.")
     if has_one_connection():
         raise _UsageError(f"{CONNECTIONS} is 1, with which messages would stop all other work. Unset it.")
-    if not args.rehearse:
-        _require_device()
+    name = "" if args.rehearse else _require_device()
+    device = args.device or next((one for one in DEVICES if one in name), "H100")
     folder.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if not args.parts or part.name in args.parts]
-    return check.start(folder, args.rehearse, args.device, commit).run(chosen)
+    return check.start(folder, args.rehearse, device, commit).run(chosen)
 
 
-def _require_device() -> None:
+_DEVICES = "import torch; c = torch.cuda; n = c.device_count(); print(torch.__version__, n, n and c.get_device_name())"
+
+
+def _require_device() -> str:
+    """Name of the first device."""
     found = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.__version__, torch.cuda.device_count())"],
+        [sys.executable, "-c", _DEVICES],
         capture_output=True,
         text=True,
         check=False,
     )
-    version, _, count = found.stdout.strip().partition(" ")
+    version, count, name = [*found.stdout.strip().split(" ", 2), "", "", ""][:3]
     if found.returncode != 0 or not count.isdigit():
         raise _UsageError(f"torch can't be imported: {found.stderr.strip().splitlines()[-1:]}")
     if int(count) == 0:
@@ -168,6 +172,7 @@ def _require_device() -> None:
             f"this runs on a CUDA device, and torch {version} finds none. Pass --rehearse to run the same lines on "
             "the virtual GPU."
         )
+    return name
 
 
 def parser() -> argparse.ArgumentParser:
@@ -178,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--wheels", type=Path, default=WHEELS, metavar="FOLDER", help="what --carry fetched (wheels)")
     made.add_argument("--rehearse", action="store_true", help="on the virtual GPU, with small models and no times")
     made.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts (all)")
-    made.add_argument("--device", default="H100", help="whose prediction is compared: H100 or H200 (H100)")
+    made.add_argument("--device", help="whose prediction is compared: H100 or H200 (the one that is found, else H100)")
     return made
 
 

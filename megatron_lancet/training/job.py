@@ -23,6 +23,7 @@ from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step, reader_of
 from megatron_lancet.training.megatron.models import model_config_from_args
+from megatron_lancet.training.megatron.patches import dataset_helpers_of_the_wheel
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.support import own_samples
@@ -75,6 +76,7 @@ def run_job(
             feature.enter(replace(facts, status=status), changes)
         hook.change_layers()
         hook.enter()
+        changes.enter_context(dataset_helpers_of_the_wheel())
         model_config.pre_wrap_hooks.append(hook)
         status.describe = lambda: f"{hook.num_steps_done} steps done, {hook.position}"
         forward = functools.partial(forward_step, read=reader_of(args, config))

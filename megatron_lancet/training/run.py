@@ -185,8 +185,8 @@ class OverlappedRun(Run):
         return self.steering.is_settled()
 
     def report(self) -> None:
-        """Print and write the closing report, unless the run only writes a file. Collective over all ranks."""
-        if not self.steering.writes_only:
+        """Print and write the closing report, unless the run only writes a file or has no model. Collective."""
+        if self.setup.stages and not self.steering.writes_only:
             super().report()
 
     def _report_to(self, folder: Path | None) -> None:

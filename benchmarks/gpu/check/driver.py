@@ -1,6 +1,7 @@
-"""Runs the parts of the check one after the other, each in a process and within its limit. Neither torch nor Megatron.
+"""Runs the parts of the check, each in a process and within its limit. Neither torch nor Megatron.
 
-After each part the summary is written anew, so whatever ends the check early leaves what was measured until then.
+A part with times runs alone; the others share the device. After each turn the summary is written anew, so a check that
+is stopped leaves the results until then.
 """
 
 import json
@@ -8,13 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check.parts import TOTAL_LIMIT_S, Part
+from benchmarks.gpu.check.parts import TOTAL_LIMIT_S, Part, turns
 from benchmarks.gpu.check.predict.file import committed, hash_of, read_prediction
 from benchmarks.gpu.check.summary import Ended, written
 from benchmarks.gpu.record import read_records
@@ -49,6 +52,8 @@ class Check:
     environment: Mapping[str, str]
     commit: str | None = None
     limit_s: float = TOTAL_LIMIT_S
+    _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    _is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self, parts: Sequence[Part]) -> bool:
         """Runs the parts; returns whether all have ended well.
@@ -59,12 +64,12 @@ class Check:
         result = self._begin()
         ended: list[Ended] = []
         try:
-            for part in (replace(part, limit_s=part.limit_s * self._factor) for part in parts):
-                left_s = end_s - time.monotonic()
-                print(f"{part.name}: {part.title} (at most {min(part.limit_s, left_s):.0f} s)", flush=True)
-                ended.append(self._run(part, left_s))
+            # A rehearsal may have two cores for all ranks.
+            for turn in [[part] for part in parts] if self.is_rehearsal else turns(parts):
+                ended += self._run_turn(
+                    [replace(part, limit_s=part.limit_s * self._factor) for part in turn], end_s - time.monotonic()
+                )
                 self._save({**result, "machine_speed": None}, ended)  # known at the end
-                print(f"  {ended[-1].told}", flush=True)
         finally:
             self._save(finished(result), ended)
         print(f"\n{(self.folder / 'gpu-check.md').read_text()}")
@@ -84,6 +89,29 @@ class Check:
             found |= {"commit": self.commit, "is_dirty": False}
         return {**found, "is_rehearsal": self.is_rehearsal, "prediction": prediction}
 
+    def _run_turn(self, turn: Sequence[Part], left_s: float) -> list[Ended]:
+        """Runs parts beside each other. An exception, by a signal too, ends their processes."""
+        for part in turn:
+            print(f"{part.name}: {part.title} (at most {min(part.limit_s, left_s):.0f} s)", flush=True)
+        with ThreadPoolExecutor(len(turn)) as threads:
+            try:
+                running = [threads.submit(self._run, part, left_s) for part in turn]
+                wait(running, return_when=FIRST_EXCEPTION)
+                ended = [one.result() for one in running if one.done()]
+            except BaseException:
+                self._is_over.set()
+                for process in self._processes:
+                    end_group(process)
+                raise
+        for one in ended:
+            print(f"  {one.name}: {one.told}", flush=True)
+        return ended
+
+    def _started(self, process: "subprocess.Popen[bytes]") -> None:
+        self._processes.append(process)
+        if self._is_over.is_set():
+            end_group(process)
+
     def _run(self, part: Part, left_s: float) -> Ended:
         records = self.folder / f"{part.name}.jsonl"
         records.unlink(missing_ok=True)
@@ -94,7 +122,8 @@ class Check:
         if self.is_rehearsal:
             command.append("--rehearse")
         start_s = time.monotonic()
-        status, why = run_limited(command, self.folder / f"{part.name}.log", limit_s, self.environment)
+        log = self.folder / f"{part.name}.log"
+        status, why = run_limited(command, log, limit_s, self.environment, self._started)
         seconds = round(time.monotonic() - start_s, 1)
         return Ended(part.name, part.title, status, seconds, why, read_records(records))
 
@@ -106,9 +135,16 @@ class Check:
 
 
 def run_limited(
-    command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    limit_s: float,
+    environment: Mapping[str, str],
+    started: Callable[["subprocess.Popen[bytes]"], None] = lambda process: None,
 ) -> tuple[int | None, str]:
     """Runs a command with its output in a file, and ends it and all that it has started at its limit.
+
+    Args:
+        started: gets the process.
 
     Returns:
         The exit status, None where it was ended; and why, empty where it ended by itself.
@@ -123,6 +159,7 @@ def run_limited(
             env={**environment},
             start_new_session=True,
         )
+        started(process)
         try:
             return process.wait(limit_s), ""
         except subprocess.TimeoutExpired:
@@ -130,10 +167,10 @@ def run_limited(
             output.write(f"\n{why}\n")
             return None, why
         finally:
-            _end(process)
+            end_group(process)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes]") -> None:
     """Ends what is left of a process and its children: first by a request, then by force."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.moe import token_dispatcher
@@ -30,8 +29,6 @@ def megatron_on_cpu() -> Iterator[None]:
         around(token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes_as_ints),
         around(mappings, "_gather_along_first_dim", _gather_uneven),
         around(mappings, "_reduce_scatter_along_first_dim", _scatter_uneven),
-        # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
-        around(dataset_utils, "compile_helpers", lambda stock: None),
         # Megatron would make this sum over the lengths of documents on the GPU of a number.
         replaced(training, "_seqlen_stats_in_iteration", torch.zeros(2, dtype=torch.float64)),
     ):

@@ -80,15 +80,10 @@ def build_datasets(
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_on_this_rank, _dataset_config(args)).build()
 
 
-# Megatron builds the datasets on every rank of such a provider, not only where the tensor rank is 0.
-build_datasets.is_distributed = True  # type: ignore[attr-defined]
-
-
 def builder_of(samples: Samples | None) -> Callable[..., tuple[Any, Any, Any]]:
     """:func:`build_datasets` for samples of another kind; None for Megatron's."""
-    if samples is None:
-        return build_datasets
-    build = partial(build_datasets, kind=samples.dataset)
+    build = partial(build_datasets, kind=None if samples is None else samples.dataset)
+    # Megatron builds the datasets on every rank of such a provider, not only where the tensor rank is 0.
     build.is_distributed = True  # type: ignore[attr-defined]
     return build
 

@@ -2,18 +2,19 @@
 
 Each change is a context: it holds while training runs and is undone afterwards. Only this folder, and a few features
 for themselves, change Megatron: ``checkpoint_patches.py`` shows the arguments of a checkpoint, ``cpu_patches.py`` and
-``mock_patches.py`` change the machine, ``cluster_patches.py`` what validation sees, and ``virtual_gpu_patches.py`` what
-is different on a virtual GPU. ``seams.py`` lists what is used without a change.
+``mock_patches.py`` change the machine, ``cluster_patches.py`` what validation sees, ``virtual_gpu_patches.py`` a GPU.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import num_microbatches_calculator, tensor_parallel
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -42,6 +43,12 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
         return stock(cls, config, hidden_size, eps, **kwargs)
 
     return around(torch_norm.WrappedTorchNorm, "__new__", new)
+
+
+def dataset_helpers_of_the_wheel() -> AbstractContextManager[None]:
+    """Keeps Megatron from running make where its package has no Makefile: a wheel has the compiled helpers."""
+    has_makefile = Path(dataset_utils.__file__).with_name("Makefile").exists()
+    return nullcontext() if has_makefile else around(dataset_utils, "compile_helpers", lambda stock: None)
 
 
 def dropped_outputs() -> AbstractContextManager[None]:

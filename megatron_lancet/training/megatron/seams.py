@@ -111,6 +111,7 @@ _MODEL: tuple[Seam, ...] = (
 )
 
 _TRAINING: tuple[Seam, ...] = (
+    (dataset_utils, "compile_helpers", ()),
     (DistributedDataParallel, "__init__", ("ddp_config", "module")),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
@@ -167,7 +168,6 @@ _SCHEDULES: tuple[Seam, ...] = (
 )
 
 _ON_CPU: tuple[Seam, ...] = (
-    (dataset_utils, "compile_helpers", ()),
     (mappings, "_gather_along_first_dim", ("input_", "group", "output_split_sizes")),
     (mappings, "_reduce_scatter_along_first_dim", ("input_", "group", "input_split_sizes")),
     (token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy", "record_stream")),

@@ -22,14 +22,14 @@ def pretrain_gpt() -> None:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
-    from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+    from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
 
     args = parse_args()
     apply_cpu_settings(args)
     validate_args(args)
     set_global_variables(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(config, builder_of(None), ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 import importlib.metadata
 
 import pytest
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.megatron import seams, versions
-from megatron_lancet.training.megatron.patches import train_step_hooks, training_loop_hooks
+from megatron_lancet.training.megatron.patches import (
+    dataset_helpers_of_the_wheel,
+    train_step_hooks,
+    training_loop_hooks,
+)
 
 
 def test_installed_megatron_has_all_seams():
@@ -55,6 +60,17 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(versions, "version", missing)
     with pytest.raises(UsageError, match="megatron-core is not installed"):
         versions.check_versions()
+
+
+def test_megatron_runs_make_only_where_it_has_a_makefile(monkeypatch, tmp_path):
+    """A wheel has none, and make would end the run."""
+    stock = dataset_utils.compile_helpers
+    with dataset_helpers_of_the_wheel():
+        dataset_utils.compile_helpers()
+    (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
+    with dataset_helpers_of_the_wheel():
+        assert dataset_utils.compile_helpers is stock
 
 
 def test_step_hooks_run_from_the_outermost_to_the_last(monkeypatch):

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe import token_dispatcher
@@ -22,7 +21,6 @@ def replaced_names() -> list[tuple[object, str]]:
         (mappings, "_gather_along_first_dim"),
         (mappings, "_reduce_scatter_along_first_dim"),
         (token_dispatcher, "maybe_move_tensor_to_cpu"),
-        (dataset_utils, "compile_helpers"),
     ]
     return [
         *names,
