@@ -70,12 +70,14 @@ def test_products_are_measured_beside_messages(tmp_path, monkeypatch, has_carve_
     found = rehearsed(beside, tmp_path)
     assert found["carve-out"]["is_available"] == has_carve_out
     cells = [one for one in found.values() if "beside_ms" in one]
-    assert len(cells) == 2 * len(link.NUM_SMS) * 2 * (1 + has_carve_out)
+    assert len(cells) == len(link.NUM_SMS) * 2 * (5 if has_carve_out else 2)  # the plain product has a third way
     for one in cells:
         assert one["alone_ms"] > 0
         assert one["beside_ms"] > 0
         assert len(one["each_ms"]) == (12 if "grouped" in one["name"] else 4)
-    assert settings == ([8, None, 16, None, 32, None] * 2 if has_carve_out else [])
+    plain = [8, None, 8, None, 16, None, 16, None, 32, None, 32, None]
+    assert settings == ([*plain, 8, None, 16, None, 32, None] if has_carve_out else [])
+    assert torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublas
 
 
 def test_parts_stop_when_their_time_is_over(tmp_path):

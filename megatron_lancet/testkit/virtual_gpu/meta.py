@@ -31,7 +31,7 @@ from megatron_lancet.testkit.virtual_gpu.transfers import FACTORIES
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
-_MAX_SHADOW = 1 << 20
+_MAX_SHADOW = 1 << 22
 """Elements of the largest tensor that gets a shadow."""
 _MANY_SHADOWS = 4096
 

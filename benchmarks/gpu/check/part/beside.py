@@ -2,11 +2,12 @@
 
 A persistent GEMM has one block on each SM until its end. So a message next to it waits for SMs, and a GEMM that is
 launched during a message finds fewer SMs and may take two waves. A carve-out is torch's setting that leaves SMs free.
+By torch's sources a plain GEMM keeps to it in cuBLASLt only, and torch prefers cuBLAS.
 """
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_lancet.testkit.mock.paced_link import PacedLink
 _BLOCKED_US = 3000.0
 _MIN_LEFT_S = 2.0
 _SET_CARVE_OUT = "_set_sm_carveout_experimental"
+_NONE, _CARVED, _CARVED_LT = "no carve-out", "with carve-out", "with carve-out, cuBLASLt"
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class Product:
     Attributes:
         multiply: enqueues it.
         num_times: how often it runs during a message, which takes as long as all of them alone.
+        carve_outs: ways to leave SMs free.
     """
 
     name: str
     multiply: Callable[[], Any]
     flops: int
     num_times: int
+    carve_outs: Sequence[str] = (_NONE, _CARVED)
 
 
 def run(record: Recorder, place: Place) -> None:
@@ -71,12 +75,12 @@ def run(record: Recorder, place: Place) -> None:
     record.add("carve-out", is_available=has_carve_out)
     for product in _products(sizes):
         for num_sms in NUM_SMS:
-            for carve_out in (None, num_sms) if has_carve_out else (None,):
+            for way in product.carve_outs if has_carve_out else product.carve_outs[:1]:
                 if record.time_left_s() < _MIN_LEFT_S:
                     record.add("stopped", why="no time is left")
                     return
-                name = f"{product.name}, {num_sms} SMs, {'no' if carve_out is None else 'with'} carve-out"
-                with record.guarded(name), place.watch(), _carved_out(carve_out):
+                name = f"{product.name}, {num_sms} SMs, {way}"
+                with record.guarded(name), place.watch(), _carved_out(num_sms, way):
                     _measure(record, name, product, num_sms, sizes.num_repeats)
 
 
@@ -90,7 +94,7 @@ def _products(sizes: Sizes) -> list[Product]:
     weights = random(sizes.num_experts, sizes.expert_columns, sizes.expert_inner).transpose(1, 2)
     ends = torch.arange(1, sizes.num_experts + 1, device="cuda", dtype=torch.int32) * sizes.expert_rows
     return [
-        Product("GEMM", lambda: a @ b, 2 * sizes.rows * sizes.inner * sizes.columns, 4),
+        Product("GEMM", lambda: a @ b, 2 * sizes.rows * sizes.inner * sizes.columns, 4, (_NONE, _CARVED, _CARVED_LT)),
         Product(
             "grouped GEMM",
             lambda: grouped_mm(rows, weights, offs=ends),
@@ -101,16 +105,20 @@ def _products(sizes: Sizes) -> list[Product]:
 
 
 @contextmanager
-def _carved_out(num_sms: int | None) -> Iterator[None]:
-    """Inside the context torch's GEMMs leave this number of SMs free; None changes nothing."""
-    if num_sms is None:
+def _carved_out(num_sms: int, way: str) -> Iterator[None]:
+    """Inside the context torch's GEMMs leave this number of SMs free, in one of the ways."""
+    if way == _NONE:
         yield
         return
+    library = torch.backends.cuda.preferred_blas_library()
+    if way == _CARVED_LT:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     getattr(torch._C, _SET_CARVE_OUT)(num_sms)
     try:
         yield
     finally:
         getattr(torch._C, _SET_CARVE_OUT)(None)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 def _measure(record: Recorder, name: str, product: Product, num_sms: int, num_repeats: int) -> None:

@@ -8,7 +8,7 @@ import argparse
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ import torch
 
 from benchmarks.gpu.check.predict import DEVICES, committed, hash_of
 from benchmarks.gpu.check.predict.file import as_text
-from benchmarks.gpu.sizes import SIZES
 from benchmarks.harness.origin import PACKAGES, commit_of_checkout, versions_of
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
 from megatron_lancet.testkit.mock.link import Link
 
-SIZE, NUM_RANKS, NUM_MICRO_BATCHES = "qwen3-like", 8, 4
+SIZE = "qwen3-like"
 LINKS = ("10:350", "10:45")
 IDEAL = "ideal"
 """Stock with a free link: a message is a copy in the device's memory."""
@@ -35,17 +34,17 @@ _NOT_SIMULATED = "the planner has plans of this project only"
 
 def work() -> Any:
     """The work of each variant in the timed steps."""
+    from benchmarks.gpu.check.part import timing
     from benchmarks.gpu.variants import Work
 
-    size = replace(SIZES[SIZE], micro_batch=1)
-    return Work(size, NUM_RANKS, NUM_MICRO_BATCHES, torch.device("cuda"))
+    return Work(timing.SIZE, timing.NUM_RANKS, timing.NUM_MICRO_BATCHES, torch.device("cuda"))
 
 
 def not_predicted() -> dict[str, str]:
     """Variants of the benchmark without a prediction, and why."""
     from benchmarks.gpu.variants import PLANS
 
-    reason = "it cuts a micro-batch into chunks of samples, and the timed one has one sample"
+    reason = "it cuts a micro-batch into chunks of samples, which the check does not time"
     return {name: reason for name, plan in PLANS.items() if plan is not None and _cuts_samples(plan)}
 
 
@@ -142,8 +141,8 @@ def _assumptions(device: str) -> dict[str, Any]:
         "message_sms": model.message_sms,
         "one_link": model.one_link,
         "size": {"name": SIZE, **asdict(work().size)},
-        "num_ranks": NUM_RANKS,
-        "num_micro_batches": NUM_MICRO_BATCHES,
+        "num_ranks": work().num_ranks,
+        "num_micro_batches": work().num_micro_batches,
         "text": [
             "a kernel takes the longest of its FLOP by flops_per_s, its bytes by bytes_per_s, and min_kernel_us; the "
             "host takes launch_us for it, Python and autograd included",
