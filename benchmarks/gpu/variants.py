@@ -173,18 +173,23 @@ class Runner:
         """To be called before each step."""
         self._model.zero_grad_buffer()
 
-    def step(self) -> list[torch.Tensor]:
+    def step(self, num_samples: int | None = None) -> list[torch.Tensor]:
         """Forward and backward by Megatron's own function for it; gradients are added to ``main_grad``.
+
+        Args:
+            num_samples: the first ones of each micro-batch; None for all.
 
         Returns:
             The loss of each micro-batch, on the device.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+        batches = [tuple(tensor[:num_samples] for tensor in batch) for batch in self._batches]
+
         def run() -> list[dict[str, torch.Tensor]]:
             losses: list[dict[str, torch.Tensor]] = forward_backward_no_pipelining(
                 forward_step_func=self._forward,
-                data_iterator=iter(self._batches),
+                data_iterator=iter(batches),
                 model=self._model,
                 num_microbatches=self._work.num_micro_batches,
                 seq_length=self._work.size.seq_length,

@@ -13,10 +13,10 @@ VARIANTS = (STOCK, "ours k=1", "pairs", "tiles", MEGATRON_OVERLAP)
 
 
 def test_all_variants_take_turns_and_one_that_fails_is_left_out(tmp_path):
-    def step(stock, runner):
+    def step(stock, runner, *args):
         if runner.setup is not None and any(one.tiles for one in runner.setup.plan.segments):
             raise RuntimeError("no memory")
-        return stock(runner)
+        return stock(runner, *args)
 
     with around(Runner, "step", step), replaced(timing, "VARIANTS", VARIANTS):
         records = all_of(timing.run, tmp_path)

@@ -51,7 +51,7 @@ def run(record: Recorder, place: "Place") -> None:
         turns = Turns(links, rounds=2, warmup=1, traced=1, has_ideal=True)
     else:
         size, links = SIZE, (NVLINK, NETWORK)
-        turns = Turns(links, rounds=9, warmup=2, traced=1, reserve_s=_TRACES_S, has_ideal=True)
+        turns = Turns(links, rounds=9, warmup=2, traced=1, reserve_s=_TRACES_S, has_ideal=True, compared_samples=1)
     work = Work(size, NUM_RANKS, NUM_MICRO_BATCHES, place.device)
     with mocked_group(NUM_RANKS) as using_link:
         Measurement(work, record, using_link, place.watch).run(names, turns)
