@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -34,8 +33,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--te", action="store_true", help="Transformer Engine's Python with kernels in plain torch")
     parser.add_argument("--own-messages", action="store_true", help="stock's all-to-alls are gloo's, as for a user")
     parser.add_argument("--threads", action="store_true", help="for the streams of Megatron's own overlap")
-    parser.add_argument("--in-order", action="store_true", help="documents and samples keep the order of the data")
-    parser.add_argument("--loads", type=Path, help="file that gets the load of experts of each step")
     parser.add_argument("megatron_flags", nargs="*")
     return parser.parse_args(argv)
 
@@ -149,7 +146,6 @@ def core_attention(stages: Sequence[Any]) -> str:
 def _train(args: argparse.Namespace, status: Any) -> None:
     with _device(args.te) as device, ExitStack() as stack:
         from benchmarks.demo.links.rank_link import RankLink, StockTrace
-        from benchmarks.drift.in_rank import LoadOfSteps, data_in_order
         from benchmarks.training_step.megatron_overlap import StreamThreads, ThreadedStats
         from megatron_lancet.patching import around, replaced
         from megatron_lancet.registry import features
@@ -163,14 +159,11 @@ def _train(args: argparse.Namespace, status: Any) -> None:
         def enter(stock: Any, hook: RunHook) -> Any:
             run = stock(hook)
             observer = Observer(run, device, Gate(link.pace), stock_trace, link.reductions, args)
-            observe = LoadOfSteps(run, args.loads, observer.observe).observe if args.loads else observer.observe
             if args.threads:
                 hook.changes.enter_context(StreamThreads(run.stats).stand_for_streams())
-            hook.changes.enter_context(patches.taken_train_step(observe))  # around the run's own hooks
+            hook.changes.enter_context(patches.taken_train_step(observer.observe))  # around the run's own hooks
             return run
 
-        if args.in_order:
-            stack.enter_context(data_in_order())
         stack.enter_context(link.carries_reductions())
         stack.enter_context(link.carries_ours())
         if not args.own_messages:

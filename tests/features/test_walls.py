@@ -28,7 +28,7 @@ ALIASES = {
     "locality": ("locality",),
     "mtp": ("mtp", "multi token", "predictions"),
     "pairing": ("pairing", "pair", "pairs", "paired"),
-    "placement": ("placement", "placed", "rebalance"),
+    "placement": ("placement", "placed"),
     "row_bound": ("row bound", "row limit", "expert rows", "split chunks", "rounds"),
     "te": ("te", "transformer engine"),
     "shortcut": ("late sum", "wired pairs"),

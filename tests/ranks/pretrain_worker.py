@@ -2,8 +2,7 @@
 
 LANCET_TEST_RESULT names the file; the last rank writes it, which knows the losses also with pipeline stages;
 of a mocked world, the one rank that there is. LANCET_TEST_CAPABILITY is the major number of the compute capability
-that the tests' Transformer Engine sees. LANCET_TEST_SWAP makes experts of layers 1 and 2 swap places when a run
-asks whether that pays: ``weights`` without what the optimizer keeps of them, else with all.
+that the tests' Transformer Engine sees.
 """
 
 import functools
@@ -15,16 +14,6 @@ from pathlib import Path
 
 from megatron_lancet.patching import around, replaced
 from tests import te_cpu
-
-
-def swapping(stack: ExitStack, what: str) -> None:
-    from megatron_lancet.features.placement import rebalance
-    from megatron_lancet.planning.load.rebalance import Rebalance
-
-    found = Rebalance({1: ((0, 3), (1, 2)), 2: ((1, 3),)})
-    stack.enter_context(around(rebalance, "decide", lambda stock, *args: found))
-    if what == "weights":
-        stack.enter_context(around(rebalance, "tensors_beside", lambda stock, optimizer: lambda parameter: ()))
 
 
 def recording(losses: list[dict[str, float]], classes: set[str]):
@@ -49,8 +38,6 @@ if __name__ == "__main__":
     losses: list[dict[str, float]] = []
     classes: set[str] = set()
     with ExitStack() as stack:
-        if "LANCET_TEST_SWAP" in os.environ:
-            swapping(stack, os.environ["LANCET_TEST_SWAP"])
         stack.enter_context(around(training, "train_step", recording(losses, classes)))
         if te_cpu.is_installed():
             capability = int(os.environ.get("LANCET_TEST_CAPABILITY", "9")), 0

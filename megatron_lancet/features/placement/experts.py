@@ -99,23 +99,20 @@ def exchange(
     before: Sequence[int],
     after: Sequence[int],
     group: torch.distributed.ProcessGroup,
-) -> int:
+) -> None:
     """Moves experts to other slots, directly from rank to rank, by one message. Collective over ``group``.
 
     Args:
         tensors_of: tensors of each local slot, with the same shapes and types for all slots.
         before: expert of each slot of the group.
         after: expert of each slot afterwards.
-
-    Returns:
-        Bytes that this rank has sent to others.
     """
     num_ranks, rank = group.size(), group.rank()
     per_rank = len(before) // num_ranks
     source = {expert: slot for slot, expert in enumerate(before)}
     moves = [(source[expert], slot) for slot, expert in enumerate(after) if before[slot] != expert]
     if not moves:
-        return 0
+        return
     size = sum(tensor.nbytes for tensor in tensors_of[0])
     sends: list[list[int]] = [[] for _ in range(num_ranks)]
     receives: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -134,7 +131,6 @@ def exchange(
     arriving = (slot for from_rank in receives for slot in from_rank)
     for slot, content in zip(arriving, arrived.split(size) if len(arrived) else (), strict=True):
         _fill(tensors_of[slot], content)
-    return size * (sum(map(len, sends)) - len(sends[rank]))
 
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""``--lancet-expert-placement`` and ``--lancet-rebalance-interval`` in a run."""
+"""``--lancet-expert-placement`` in a run."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
@@ -17,15 +15,11 @@ from megatron_lancet.features.placement.placement import (
     choose_placement,
     placement_note,
 )
-from megatron_lancet.features.placement.rebalance import Rebalancer, check_can_rebalance
-from megatron_lancet.features.placement.steps import optimizer_of_steps
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.training.megatron import checkpoint_patches
-from megatron_lancet.training.plan.dispatch import nodes_of
-from megatron_lancet.training.run import OverlappedRun, Run
+from megatron_lancet.training.run import Run
 
 
 class ExpertPlacement(Feature):
@@ -36,11 +30,10 @@ class ExpertPlacement(Feature):
 
     def needs_plan(self, config: LancetConfig) -> bool:
         """Whether experts may be on other ranks."""
-        return config.of(PlacementFlags).places_experts
+        return config.of(PlacementFlags).expert_placement is not None
 
     def check(self, facts: RunFacts) -> None:
-        """Refuses what the run can't place or move."""
-        check_can_rebalance(facts.args, facts.config, facts.plan)
+        """Refuses what the run can't place."""
         _placements(facts)
 
     def missing_files(self, config: LancetConfig) -> Iterator[str]:
@@ -54,18 +47,9 @@ class ExpertPlacement(Feature):
         return placement_note(_placements(facts))
 
     def start(self, run: Run) -> "ActivePlacement | None":
-        """Places the experts of the run, and moves them if it asks for that."""
+        """Places the experts of the run."""
         placements = _placements(run.facts)
-        if placements is None:
-            return None
-        assert isinstance(run, OverlappedRun)
-        args, interval = run.facts.args, run.config.of(PlacementFlags).rebalance_interval
-        if interval is None:
-            return ActivePlacement(args, placements, None)
-        nodes = nodes_of(args, run.config)
-        known = nodes if isinstance(nodes, Nodes) else None
-        mover = Rebalancer(args, interval, run.setup, run.recorder, run.is_settled, known)
-        return ActivePlacement(args, placements, mover)
+        return None if placements is None else ActivePlacement(run.facts.args, placements)
 
 
 class ActivePlacement(ActiveFeature):
@@ -73,39 +57,28 @@ class ActivePlacement(ActiveFeature):
 
     Args:
         placements: where experts are, by layer; other layers have Megatron's order.
-        rebalancer: moves experts between steps; None where they stay.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, placements: Mapping[int, Placement], rebalancer: Rebalancer | None
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, placements: Mapping[int, Placement]) -> None:
         self._args = args
         self._placements = placements
-        self._rebalancer = rebalancer
 
     def enter(self, stack: ExitStack) -> None:
         """Checks checkpoints before they are loaded."""
         check = partial(check_reshardable, self._args)
         stack.enter_context(checkpoint_patches.arguments_before_loading(check))
-        if self._rebalancer is not None:
-            stack.enter_context(optimizer_of_steps(self._rebalancer.take_optimizer))
 
     def adopt(self, stages: Sequence[LanguageModel], comm: Comm) -> None:
         """Puts experts at their slots."""
         apply_placement(stages, self._placements)
 
-    def observe(self, step: Callable[[], Any]) -> Any:
-        """Runs a training step, and moves experts if it ends a window."""
-        return step() if self._rebalancer is None else self._rebalancer.observe(step)
-
 
 def _placements(facts: RunFacts) -> Mapping[int, Placement] | None:
-    """The placement of the run's layers; in a dry run without what a missing file says."""
-    config, wanted = facts.config, facts.config.of(PlacementFlags)
-    if facts.is_dry_run and wanted.expert_placement is not None and not wanted.expert_placement.is_file():
-        known = replace(wanted, expert_placement=None)
-        config = replace(config, settings={**config.settings, PlacementFlags: known})
-    return choose_placement(facts.args, config, facts.plan)
+    """The placement of the run's layers; None for Megatron's, and in a dry run without the file."""
+    path = facts.config.of(PlacementFlags).expert_placement
+    if facts.is_dry_run and path is not None and not path.is_file():
+        return None
+    return choose_placement(facts.args, facts.config, facts.plan)
 
 
 PLACEMENT = ExpertPlacement()

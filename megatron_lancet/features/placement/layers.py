@@ -1,6 +1,6 @@
 """Lets the experts of a prepared layer change their ranks: weights move, then tokens follow."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from megatron_lancet.features.placement.slots import Slots
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
 from megatron_lancet.model.overlapping_moe import OverlappingMoE
-
-type OptimizerTensors = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
-"""Tensors that belong to a parameter and move with it, such as its optimizer's."""
 
 
 def layers_with_experts(stages: Iterable[LanguageModel]) -> Iterator[OverlappingMoE]:
@@ -38,29 +35,18 @@ def slots_of(moe: OverlappingMoE) -> Slots:
     return stock.router.slots
 
 
-def place_experts(
-    moe: OverlappingMoE, experts: Sequence[int], beside: OptimizerTensors = lambda _: (), moves_weights: bool = True
-) -> int:
+def place_experts(moe: OverlappingMoE, experts: Sequence[int], moves_weights: bool = True) -> None:
     """Makes the slots of a layer hold other experts from the next step on. Collective over its expert-parallel group.
 
     Args:
         experts: the logical expert of each slot.
-        beside: further tensors of a parameter, in an order that is the same for all.
         moves_weights: False in a mocked world, where no other rank has weights.
-
-    Returns:
-        Bytes that this rank has sent to others.
 
     Raises:
         UsageError: a parameter belongs to several experts.
     """
     slots = slots_of(moe)
-    num_bytes = 0
     if moves_weights:
-        tensors_of = [
-            [tensor for parameter in its for tensor in (parameter, *beside(parameter))]
-            for its in parameters_of_slots(moe.stock.experts)
-        ]
-        num_bytes = exchange(tensors_of, slots.experts, experts, moe.stock.token_dispatcher.ep_group)
+        tensors_of = parameters_of_slots(moe.stock.experts)
+        exchange(tensors_of, slots.experts, experts, moe.stock.token_dispatcher.ep_group)
     slots.hold(experts)
-    return num_bytes

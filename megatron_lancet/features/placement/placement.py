@@ -29,7 +29,7 @@ _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 def choose_placement(
     args: argparse.Namespace, config: LancetConfig, plan: Plan | None
 ) -> Mapping[int, Placement] | None:
-    """Reads the placement of a run's layers; None where Megatron places them, and no placement can change.
+    """Reads the placement of a run's layers; None where Megatron places them.
 
     Args:
         args: Megatron's arguments, validated.
@@ -38,23 +38,14 @@ def choose_placement(
     Raises:
         UsageError: the run can't place experts as it is asked to, or the file is not for its model.
     """
-    wanted = config.of(PlacementFlags)
-    if not wanted.places_experts:
+    path = config.of(PlacementFlags).expert_placement
+    if path is None:
         return None
-    if wanted.expert_placement is not None:
-        check_can_place(args, f"{FLAG} {wanted.expert_placement}", plan)
-    return _placement_of(args, wanted.expert_placement)
+    _check_can_place(args, f"{FLAG} {path}", plan)
+    return _placement_of(args, path)
 
 
-def check_can_place(args: argparse.Namespace, flag: str, plan: Plan | None) -> None:
-    """
-    Args:
-        flag: what asks for other slots, for messages.
-        plan: None for stock modules.
-
-    Raises:
-        UsageError: the run can't have experts at other slots than Megatron's.
-    """
+def _check_can_place(args: argparse.Namespace, flag: str, plan: Plan | None) -> None:
     if args.expert_model_parallel_size == 1:
         raise UsageError(
             f"{flag} is about the ranks of expert parallelism, but --expert-model-parallel-size is 1. Drop the flag."
@@ -95,9 +86,7 @@ def _keeps_optimizer(args: argparse.Namespace) -> bool:
     return bool((args.save and not args.no_save_optim) or (args.load and not args.no_load_optim and not args.finetune))
 
 
-def _placement_of(args: argparse.Namespace, path: Path | None) -> Mapping[int, Placement]:
-    if path is None:
-        return {}
+def _placement_of(args: argparse.Namespace, path: Path) -> Mapping[int, Placement]:
     try:
         placements = read_placement(path)
     except RecordError as error:
@@ -168,12 +157,6 @@ def apply_placement(stages: Sequence[LanguageModel], placements: Mapping[int, Pl
         slots_of(moe)
         if moe.number in placements:
             place_experts(moe, placements[moe.number], moves_weights=dist.get_backend() != MOCKED)
-
-
-def present_placement(stages: Sequence[LanguageModel]) -> dict[int, Placement]:
-    """The placement of all layers with experts, of all pipeline stages. Collective over all ranks of the world."""
-    own = {moe.number: tuple(slots_of(moe).experts) for moe in layers_with_experts(stages)}
-    return dict(sorted({layer: experts for one in from_all_ranks(own) for layer, experts in one.items()}.items()))
 
 
 def placement_note(placements: Mapping[int, Placement] | None) -> str:

@@ -14,11 +14,6 @@ NEEDLESS: dict[tuple[str, ...], str] = {
     ("profiler/links.py", "_between_ms", "end.synchronize()"): _TIMES,
     ("profiler/slowdown.py", "timed_ms", "pair.end.record()"): _TIMES,
     ("profiler/slowdown.py", "timed_ms", "pair.end.synchronize()"): _TIMES,
-    (
-        "features/placement/rebalance.py",
-        "Rebalancer._rebalance",
-        "torch.cuda.synchronize()",
-    ): "It times the moves of experts between two steps. Whoever uses a moved weight is behind its message already.",
     ("training/observe/step_recorder.py", "StepRecorder._timed", "pair.end.record()"): _STEP_TIMES,
     ("training/observe/step_recorder.py", "StepRecorder._read", "duration.end.synchronize()"): _STEP_TIMES,
     ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,
@@ -69,12 +64,6 @@ NEEDLESS: dict[tuple[str, ...], str] = {
         "if self._on_cuda:",
         "behind the line below",
     ): "The line below makes empty lists, and enqueues nothing.",
-    (
-        "features/placement/rebalance.py",
-        "Rebalancer._rebalance",
-        "if torch.cuda.is_available():",
-        "behind the line below",
-    ): "It times the moves of experts between two steps. Whoever uses a moved weight is behind its message already.",
     (
         "features/comm_priority/comm_scheduler.py",
         "CommScheduler.finish",

@@ -1,4 +1,4 @@
-"""Which runs may place experts, and move them while they train; what the others are told before they start."""
+"""Which runs may place experts; what the others are told before they start."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,6 @@ import pytest
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.features.placement.placement import check_reshardable, choose_placement, placement_note
-from megatron_lancet.features.placement.rebalance import check_can_rebalance
 from megatron_lancet.planning.load.placement import placement_to_json
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.unit.training.configs import config_with
@@ -27,8 +26,6 @@ def arguments(**changes: object) -> SimpleNamespace:
         "expert_model_parallel_size": 2,
         "expert_tensor_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "world_size": 2,
-        "distributed_backend": "gloo",
         "save": None,
         "load": None,
         "ckpt_step": None,
@@ -38,12 +35,7 @@ def arguments(**changes: object) -> SimpleNamespace:
         "finetune": False,
         "use_distributed_optimizer": False,
         "dist_ckpt_optim_fully_reshardable": False,
-        "optimizer": "adam",
-        "use_precision_aware_optimizer": False,
-        "optimizer_cpu_offload": False,
-        "fp8": None,
         "fp8_param_gather": False,
-        "moe_pad_expert_input_to_capacity": False,
     }
     return SimpleNamespace(**{**standard, **changes})
 
@@ -137,32 +129,3 @@ def test_optimizer_state_that_is_sharded_by_rank_is_not_loaded():
         check_reshardable(arguments(), saved)
     check_reshardable(arguments(no_load_optim=True), saved)
     check_reshardable(arguments(), arguments())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"use_distributed_optimizer": True, "world_size": 4},
-            "spreads it over 2 ranks. Drop one of the two, or change slots at a restart",
-        ),
-        ({"distributed_backend": "mock"}, "does not work with a mocked world"),
-        ({"optimizer": "muon"}, "does not work with --optimizer muon"),
-        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
-        ({"fp8": "e4m3"}, "--fp8-format, whose scaling factors stay on their rank"),
-        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
-        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size is 1"),
-    ],
-)
-def test_a_run_that_can_not_move_experts_is_refused_in_one_line(changes, message):
-    with pytest.raises(UsageError, match=message) as raised:
-        check_can_rebalance(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN)
-    assert str(raised.value).startswith("--lancet-rebalance-interval 100")
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}, {"world_size": 4}])
-def test_run_with_whole_optimizer_states_may_move_experts(changes):
-    check_can_rebalance(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN)
-    assert choose_placement(arguments(**changes), config_with(PlacementFlags(rebalance_interval=100)), PLAN) == {}

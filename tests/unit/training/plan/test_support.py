@@ -83,7 +83,6 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
         "--lancet-max-expert-rows 8",
         "--lancet-locality-loss-coeff 0.01 --lancet-ranks-per-node 2",
         "--lancet-expert-placement placement.json",
-        "--lancet-rebalance-interval 10",
     ],
 )
 def test_flags_that_need_the_overlap_have_no_stock_fallback(monkeypatch, words):
