@@ -52,7 +52,7 @@ help:
 	@echo "make test-bridge     training in Megatron-Bridge's own loop, and Hugging Face weights; Bridge has a folder of its own"
 	@echo "make test-megatron   the overlap in other launchers' loops on Megatron-Core $(MEGATRON_OLDEST)"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
-	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"
+	@echo "make check-gpu   what to run first on a GPU: eight minutes, one page; results in OUT=folder (runs/check-gpu); without"
 	@echo "                 network and make: python3 tools/check_gpu.py (docs/gpus.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"

@@ -4,9 +4,10 @@ from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import DISPATCH_CASES
+from benchmarks.provenance import link
 from benchmarks.quoted.cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
 from benchmarks.quoted.network import network_with_dedup
-from benchmarks.quoted.results import result, rows_of, sourced
+from benchmarks.quoted.results import newest_file, result, rows_of
 
 _MEMORY_KEY = "top_4_peak_mb"
 
@@ -54,11 +55,9 @@ def dispatch_memory() -> str:
     if _MEMORY_KEY not in found:
         return NO_RESULT
     peaks: dict[str, dict[str, float]] = found[_MEMORY_KEY]
-    lines = [["", *(f"dispatch: {name}" for name in peaks)]]
     stock_mb = peaks["plain"]["off"]
-    for cut in peaks["plain"]:
-        cells = [
-            f"{column[cut]:.1f} MB ({column[cut] / stock_mb:.2f})" if cut in column else "" for column in peaks.values()
-        ]
-        lines.append([cut, *cells])
-    return sourced(markdown(lines), "activation-memory")
+    cells = [
+        f"{cut} {', '.join(f'{column[cut] / stock_mb:.2f} {name}' for name, column in peaks.items())}"
+        for cut in peaks["dedup"]
+    ]
+    return f"{'; '.join(cells)} ({link('samples', newest_file('activation-memory'), 'results')})."

@@ -258,37 +258,32 @@ def activation_memory() -> str:
 
 
 def moe_layer() -> str:
-    """Ratios of one layer's step to stock's."""
-    lines: list[list[str]] = []
-    names = ("moe-layer-1-rank", "moe-layer-2-ranks")
-    for name in names:
+    """Ratios of stock's time for one layer to the others', by ranks."""
+    sentences = []
+    for name in ("moe-layer-1-rank", "moe-layer-2-ranks"):
         measured = result(name)
+        ratios: dict[str, list[float]] = {}
         for entry in measured["cases"]:
-            case, rows = entry["case"], entry["summary"]
-            if not lines:
-                lines.append(["ranks", "hidden x ffn", "experts", *rows])
-            ratios = [
-                f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
-                for variant, row in rows.items()
-                if variant != "stock"
-            ]
-            shape = [f"{case['hidden']} x {case['ffn']}", f"{case['experts']}, top-{case['top_k']}"]
-            lines.append([str(measured["ranks"]), *shape, f"{rows['stock']['median_ms']:.0f} ms", *ratios])
-    return sourced(sourced(markdown(lines), names[0]), names[1])
+            for variant, row in entry["summary"].items():
+                ratios.setdefault(variant, []).append(row["ratio"])
+        ranges = [f"{key} {min(all):.2f} to {max(all):.2f}" for key, all in ratios.items() if key != "stock"]
+        where = "1 rank" if measured["ranks"] == 1 else f"{measured['ranks']} ranks"
+        sizes = f"{len(measured['cases'])} sizes, {link('samples', newest_file(name), 'results')}"
+        sentences.append(f"{where}: {', '.join(ranges)} ({sizes})")
+    return f"{'; '.join(sentences)}."
 
 
 def transport() -> str:
     """Time of an exchange over gloo's own all-to-all and over a group per sender."""
-    lines = [["rank 1 is late by", "gloo", "per sender", "median ratio"]]
+    found = []
     for skew_ms, pairs in result("transport")["samples_ms"].items():
         gloo, own = (
             pairs[name] if isinstance(pairs, dict) else [pair[name] for pair in pairs]
             for name in ("gloo", "per-sender")
         )
-        ratio = statistics.median(a / b for a, b in zip(gloo, own, strict=True))
-        times = [f"{statistics.median(samples):.1f} ms" for samples in (gloo, own)]
-        lines.append([f"{float(skew_ms):.0f} ms", *times, f"{ratio:.2f}"])
-    return sourced(markdown(lines), "transport")
+        times = (f"{statistics.median(samples):.0f}" for samples in (gloo, own))
+        found.append(f"{' and '.join(times)} ms where rank 1 is {float(skew_ms):.0f} ms late")
+    return f"By gloo and by sender: {'; '.join(found)} ({link('samples', newest_file('transport'), 'results')})."
 
 
 def experts() -> str:

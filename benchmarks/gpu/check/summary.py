@@ -64,16 +64,16 @@ def written(result: Mapping[str, Any]) -> str:
     lines = [f"# The check on a GPU: {_device(parts)}", ""]
     if result["is_rehearsal"]:
         lines += ["**A rehearsal on the virtual GPU: a kernel takes a microsecond, and no figure means anything.**", ""]
-    lines += [*_head(result, parts), "", *_ends(parts.values()), *_sections(parts, result, "## ")]
+    lines += [*_head(result, parts), "", *_ends(parts.values()), *_sections(parts, result, _SECTIONS, "## ")]
     return "\n".join([*lines, *_errors(parts.values())]) + "\n"
 
 
 def shown(result: Mapping[str, Any]) -> str:
-    """The same for a document: the machine, and the parts with their results."""
+    """The same for a document: the machine, and the results of some parts."""
     parts = _parts(result)
     lines = [
         f"{_device(parts)}; {'; '.join(filter(None, _head(result, parts)))}",
-        *_sections(parts, result, "**", "**"),
+        *_sections(parts, result, _IN_DOCUMENTS, "**", "**"),
     ]
     return "\n".join([*lines, *_errors(parts.values())])
 
@@ -82,9 +82,10 @@ def _parts(result: Mapping[str, Any]) -> dict[str, Ended]:
     return {part["name"]: Ended(**part) for part in result["parts"]}
 
 
-def _sections(parts: Mapping[str, Ended], result: Mapping[str, Any], *around: str) -> Iterator[str]:
-    before, after = around[0], around[-1] if len(around) > 1 else ""
-    for name, section in _SECTIONS.items():
+def _sections(
+    parts: Mapping[str, Ended], result: Mapping[str, Any], sections: Mapping[str, Section], before: str, after: str = ""
+) -> Iterator[str]:
+    for name, section in sections.items():
         records = parts[name].records if name in parts else ()
         found = section(records, result) if records else ""
         if found:
@@ -155,8 +156,8 @@ def measured(records: Sequence[Record], links: Sequence[str]) -> dict[str, dict[
     return result
 
 
-def _timing(records: Sequence[Record], result: Mapping[str, Any]) -> str:
-    """Speed-ups by link, then predicted next to measured."""
+def _steps(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """Speed-ups by link."""
     found = found_in(records)
     lines = [["link", "variant", "step ms", "speed-up (quartiles)", "exposed ms", "idle ms", "peak MB", "rounds"]]
     for link, rows in timed_rows(found).items():
@@ -167,6 +168,12 @@ def _timing(records: Sequence[Record], result: Mapping[str, Any]) -> str:
             lines.append([link, name, f"{row.step_ms:.1f}", speed, *cells, _number(row.peak_mb, 0), rounds])
     blocks = [markdown(lines)]
     blocks += [f"{name} was left out: {reason.splitlines()[0]}" for name, reason in found.skipped.items()]
+    return "\n\n".join(blocks)
+
+
+def _timing(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """Speed-ups by link, then predicted next to measured."""
+    blocks = [_steps(records, result)]
     prediction = result["prediction"]
     links = list(dict.fromkeys(link for by_link in prediction["variants"].values() for link in by_link))
     if not result["is_rehearsal"]:
@@ -288,3 +295,4 @@ _SECTIONS: dict[str, Section] = {
     "memcheck": _plain("errors", "steps", "why"),
 }
 """How the results of each part are shown, in the order of the page."""
+_IN_DOCUMENTS: dict[str, Section] = {"timing": _steps, "gradients": _gradients, "host_time": _host_time}

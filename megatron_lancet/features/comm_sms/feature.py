@@ -1,4 +1,7 @@
-"""``--lancet-comm-sms``: SMs that a plan's all-to-alls may take, and that concurrent kernels leave free."""
+"""``--lancet-comm-sms``: SMs that a plan's all-to-alls may take, and that concurrent kernels leave free.
+
+The default bounds messages alone: with 16 free SMs grouped products became slower than with none (H200, RESULTS.md).
+"""
 
 import argparse
 import os
@@ -50,8 +53,9 @@ class CommSmsFlags(CheckedFlags):
         not_with_spec=": Megatron has made its process groups already. Set max_ctas of ep and tp_ep_mp in "
         "--nccl-communicator-config-path instead.",
         help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
-        "concurrent matrix products and norms leave free; a power of two. Default with a plan: 16 on Hopper and "
-        "Blackwell, unless NCCL_MAX_CTAS or a margin of Transformer Engine is set; elsewhere NCCL chooses.",
+        "concurrent matrix products and norms leave free; a power of two. Default with a plan on Hopper and Blackwell: "
+        "16 for messages, and none are left free; with NCCL_MAX_CTAS, a margin of Transformer Engine, or elsewhere "
+        "NCCL chooses.",
     )
 
 
@@ -78,23 +82,22 @@ class BoundedSms(Feature):
         """Yields the environment's line."""
         num_sms = self._acting(facts)
         if num_sms is not None:
-            source = FLAG if self.needs_plan(facts.config) else f"the default here; {FLAG} changes it"
-            yield (
-                f"environment: an all-to-all takes at most {num_sms} SMs, and matrix products of steps with overlap "
-                f"leave as many free ({source})"
-            )
+            leave = f"and matrix products of steps with overlap leave as many free ({FLAG})"
+            default = f"the default here; {FLAG} changes it, and makes matrix products leave as many free"
+            rest = f", {leave}" if self.needs_plan(facts.config) else f" ({default})"
+            yield f"environment: an all-to-all takes at most {num_sms} SMs{rest}"
 
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:
         """Bounds the groups that Megatron makes, and norms beside their messages."""
         num_sms = self._acting(facts)
-        if num_sms is not None:
+        if num_sms is not None and self.needs_plan(facts.config):
             stack.enter_context(norms_leave(num_sms))
         if not is_mocked(facts.args):
             stack.enter_context(bounded_expert_groups(num_sms))
 
     def start(self, run: Any) -> ActiveFeature | None:
-        """Bounds the matrix products of steps that overlap."""
-        num_sms = self._acting(run.facts)
+        """Bounds the matrix products of steps that overlap, where the user gives a bound."""
+        num_sms = self._acting(run.facts) if self.needs_plan(run.facts.config) else None
         return None if num_sms is None else _ProductsLeaveSms(run.setup, num_sms)
 
     def _acting(self, facts: RunFacts) -> int | None:

@@ -32,14 +32,19 @@ def given_elsewhere() -> str | None:
 
 @contextmanager
 def products_leave(num_sms: int) -> Iterator[None]:
-    """Inside, matrix products of torch and Transformer Engine leave ``num_sms`` SMs free."""
-    carveout = torch._C._get_sm_carveout_experimental()
+    """Inside, matrix products of torch and Transformer Engine leave ``num_sms`` SMs free.
+
+    A product that is not grouped does so in cuBLASLt only, and torch prefers cuBLAS.
+    """
+    carveout, library = torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()
     torch._C._set_sm_carveout_experimental(num_sms)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
         with _set({_OF_PRODUCTS: str(num_sms)}):
             yield
     finally:
         torch._C._set_sm_carveout_experimental(carveout)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 def norms_leave(num_sms: int) -> AbstractContextManager[None]:

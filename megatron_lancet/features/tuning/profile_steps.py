@@ -33,7 +33,7 @@ def profiled_model(
         micro_batch_size=samples,
         seq_length=positions,
         num_micro_batches=get_num_microbatches(),
-        comm_sms=message_sms(config, device),
+        comm_sms=message_sms(config),  # with the default products keep all SMs
     )
 
 

@@ -175,6 +175,8 @@ def test_compute_leaves_the_sms_of_messages_inside_only(monkeypatch, before):
     with products_leave(8), norms_leave(8):
         assert [os.environ[name] for name in TE_VARIABLES] == ["8"] * 3
         assert carveout() == 8
+        assert torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublaslt
+    assert torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublas
     assert os.environ.get(name) == before
     assert TE_VARIABLES[1] not in os.environ
     assert carveout() is None
@@ -217,7 +219,10 @@ def test_default_is_for_hopper_and_blackwell(monkeypatch, major, expected):
     config = config_with(CommSmsFlags())
     assert COMM_SMS.message_sms(config, GPU) == expected
     assert COMM_SMS.message_sms(config, torch.device("cpu")) is None
-    assert in_a_step(facts_with(config)) == expected
+    assert in_a_step(facts_with(config)) is None  # products have all SMs
+    with ExitStack() as stack:
+        COMM_SMS.enter(facts_with(config), stack)
+        assert TE_VARIABLES[1] not in os.environ
     lines = list(COMM_SMS.announce(facts_with(config)))
     assert len(lines) == (expected is not None)
     assert all(f"at most {expected} SMs" in line for line in lines)
