@@ -19,7 +19,6 @@ FEWEST_NUMBERS = 3
 """Fewest numeric cells in a table of numbers."""
 NOT_MEASURED = {
     ("docs/gpus.md", "The first run on a new machine"): "limits of time",
-    ("docs/gpus.md", "Predicted next to measured"): "predicted, by the file that the text above it names",
     ("benchmarks/RESULTS.md", "Targets and misses"): "figures of the tables around it, by case",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",

@@ -48,15 +48,13 @@ def test_source_files_that_are_named_exist(document):
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources())} == set()
 
 
-def test_pages_say_once_that_no_gpu_ran_it():
+def test_no_page_says_that_no_gpu_ran_it():
     claim = re.compile(
         r"(never|nothing|none|not|n't)\b[^.|]{0,40}\b(run|ran|measured|executed)\b[^.|]{0,20}\bon (a|any) (GPU|device)",
         re.I,
     )
-    found = {
-        str(path.relative_to(REPOSITORY)): len(claim.findall(" ".join(path.read_text().split()))) for path in DOCUMENTS
-    }
-    assert {name: number for name, number in found.items() if number} == {"README.md": 1, "docs/gpus.md": 1}
+    assert claim.search("This project has never run on a GPU.")
+    assert [path.name for path in DOCUMENTS if claim.search(" ".join(path.read_text().split()))] == []
 
 
 def test_documents_do_not_call_a_tested_property_proven():

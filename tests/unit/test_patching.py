@@ -26,7 +26,6 @@ OWNERS = {
     "features/comm_sms": ("megatron.core.parallel_state",),
     "features/hugging_face": ("megatron.training.training",),
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
-    "features/placement": ("megatron.training.training",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the same
     "lab/launch": ("sys",),  # the command line that Megatron's parser reads
@@ -37,7 +36,7 @@ OWNERS = {
     "training/platform": ("torch",),  # stand-ins for torch.cuda
 }
 """Whose attributes the files of a folder may replace."""
-_PATCHES = ("bins/loaders.py", "checkpoints/patches.py", "comm_sms/groups.py", "placement/steps.py")
+_PATCHES = ("bins/loaders.py", "checkpoints/patches.py", "comm_sms/groups.py")
 REPLACING = {"around", "replaced", "setattr", "delattr"}
 
 

@@ -68,12 +68,16 @@ def written(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *_errors(parts.values())]) + "\n"
 
 
-def shown(result: Mapping[str, Any]) -> str:
-    """The same for a document: the machine, and the results of some parts."""
+def shown(result: Mapping[str, Any], samples: str = "") -> str:
+    """The same for a document: the machine, and the results of some parts.
+
+    Args:
+        samples: Markdown behind the title of each part.
+    """
     parts = _parts(result)
     lines = [
         f"{_device(parts)}; {'; '.join(filter(None, _head(result, parts)))}",
-        *_sections(parts, result, _IN_DOCUMENTS, "**", "**"),
+        *_sections(parts, result, _IN_DOCUMENTS, "**", f"**{samples}"),
     ]
     return "\n".join([*lines, *_errors(parts.values())])
 

@@ -120,8 +120,9 @@ def test_documents_quote_the_newest_check_or_the_prediction(tmp_path, monkeypatc
     whole = {**result(RECORDS), "machine_speed": machine_speed}
     (tmp_path / "gpu-check-2026-12-01.json").write_text(json.dumps(whole))
     text = quote.gpu_check()
-    link = "[gpu-check-2026-12-01.json](../benchmarks/results/gpu-check-2026-12-01.json)"
-    assert text.startswith(f"Samples: {link}.\n\n2 x NVIDIA H100; 2026-12-01, commit 0123456789ab; torch 2.11.0")
+    assert text.startswith("2 x NVIDIA H100; 2026-12-01, commit 0123456789ab; torch 2.11.0")
+    link = "[samples](../benchmarks/results/gpu-check-2026-12-01.json)"
+    assert f"**Steps of each plan in turns** ({link})\n" in text
     assert "| pairs | 200.0 |" in text
     beside.write()
     assert (tmp_path / "gpu-check-2026-12-01.md").read_text() == written(whole)
