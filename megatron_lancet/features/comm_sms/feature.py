@@ -1,6 +1,7 @@
 """``--lancet-comm-sms``: SMs that a plan's all-to-alls may take, and that concurrent kernels leave free.
 
-The default bounds messages alone: with 16 free SMs grouped products became slower than with none (H200, RESULTS.md).
+The default bounds messages alone: next to one, grouped products were slower with 16 free SMs than with none
+(``docs/features/comm_sms.md``).
 """
 
 import argparse

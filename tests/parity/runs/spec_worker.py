@@ -23,13 +23,15 @@ def pretrain_gpt() -> None:
     from megatron.training.global_vars import set_global_variables
 
     from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
+    from megatron_lancet.training.megatron.patches import dataset_helpers_of_the_wheel
 
     args = parse_args()
     apply_cpu_settings(args)
     validate_args(args)
     set_global_variables(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, builder_of(None), ModelType.encoder_or_decoder, forward_step)
+    with dataset_helpers_of_the_wheel():
+        pretrain(config, builder_of(None), ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def as_stock() -> None:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
+    from megatron_lancet.training.megatron.patches import dataset_helpers_of_the_wheel
     from megatron_lancet.training.platform.detect import apply_cpu_settings
 
     args = parse_args()
@@ -86,7 +87,8 @@ def as_stock() -> None:
     validate_args(args)
     set_global_variables(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    with dataset_helpers_of_the_wheel():
+        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
 
 
 def as_ours() -> None:
