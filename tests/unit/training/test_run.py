@@ -1,15 +1,16 @@
 """The end of a run: its closing report."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_lancet.training.run import OverlappedRun
 
 
-def ended(stages: tuple[object, ...]) -> OverlappedRun:
+def ended(stages: tuple[object, ...]) -> Any:
     """A run of which only the parts exist that Megatron has made before the model."""
-    run = OverlappedRun.__new__(OverlappedRun)
+    run: Any = OverlappedRun.__new__(OverlappedRun)
     run.setup, run.steering = SimpleNamespace(stages=stages), SimpleNamespace(writes_only=False)
     return run
 
