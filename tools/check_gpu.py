@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--wheels", type=Path, default=WHEELS, metavar="FOLDER", help="what --carry fetched (wheels)")
     made.add_argument("--rehearse", action="store_true", help="on the virtual GPU, with small models and no times")
     made.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts (all)")
-    made.add_argument("--device", help="whose prediction is compared: H100 or H200 (the one that is found, else H100)")
+    made.add_argument("--device", help="device of the prediction, H100 or H200 (default: the GPU found, else H100)")
     return made
 
 

@@ -83,35 +83,9 @@ def solve(load: LayerLoad, ep_size: int, ranks_per_node: int | None = None) -> P
     found = [before]
     for start in (before, _largest_first(load.rows_per_expert, ep_size)):
         ranks = _Ranks(load, start, ep_size, ranks_per_node)
-        for _ in ranks.swaps():
-            pass
+        ranks.swap_while_it_helps()
         found.append(_settled(ranks.placement, before, ep_size))
     return min(found, key=lambda placement: cost(load, placement, ep_size, ranks_per_node))
-
-
-def swaps_of(
-    load: LayerLoad, placement: Placement, ep_size: int, ranks_per_node: int | None = None
-) -> list[tuple[int, int]]:
-    """Pairs of slots whose experts are to swap, one pair after the other; each lowers the cost or evens other ranks.
-
-    Returns:
-        The pairs up to the last one that lowers the cost.
-    """
-    ranks = _Ranks(load, placement, ep_size, ranks_per_node)
-    swaps, lowest, num_useful = [], ranks.cost, 0
-    for swap in ranks.swaps():
-        swaps.append(swap)
-        if ranks.cost < lowest:
-            lowest, num_useful = ranks.cost, len(swaps)
-    return swaps[:num_useful]
-
-
-def swapped(placement: Placement, swaps: Sequence[tuple[int, int]]) -> Placement:
-    """The placement after swaps of pairs of slots, one after the other."""
-    slots = list(placement)
-    for one, other in swaps:
-        slots[one], slots[other] = slots[other], slots[one]
-    return tuple(slots)
 
 
 class _Ranks:
@@ -140,10 +114,10 @@ class _Ranks:
     def cost(self) -> float:
         return max(self.rows) + self._cost_of_nodes()
 
-    def swaps(self) -> Iterator[tuple[int, int]]:
-        """Yields pairs of slots and swaps their experts, the best pair first, until none is left.
+    def swap_while_it_helps(self) -> None:
+        """Swaps the experts of two slots, the best pair first, until no swap lowers the cost.
 
-        Among swaps of equal cost that by which ranks differ least: several ranks may have the most rows.
+        Among swaps of equal cost it takes the swap after which ranks differ least: several ranks may have the most rows.
         """
         for _ in range(_MAX_SWAPS_PER_EXPERT * len(self._slots)):
             best = min(self._candidates(), default=None)
@@ -151,7 +125,6 @@ class _Ranks:
                 return
             _, _, one, other = best
             self._swap(one, other)
-            yield one, other
 
     def _candidates(self) -> Iterator[tuple[float, float, int, int]]:
         """Yields cost, growth of the sum of squares, and the slots of swaps that may lower the cost."""
