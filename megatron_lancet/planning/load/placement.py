@@ -117,7 +117,7 @@ class _Ranks:
     def swap_while_it_helps(self) -> None:
         """Swaps the experts of two slots, the best pair first, until no swap lowers the cost.
 
-        Among swaps of equal cost it takes the swap after which ranks differ least: several ranks may have the most rows.
+        Of swaps of equal cost it prefers small differences of ranks: several ranks may have the most rows.
         """
         for _ in range(_MAX_SWAPS_PER_EXPERT * len(self._slots)):
             best = min(self._candidates(), default=None)
