@@ -51,6 +51,7 @@ class PlanPart(StrEnum):
 
     PAIRING = "pairing"
     TILES = "tiles"
+    CUDA_GRAPHS = "cuda_graphs"
 
 
 @dataclass(frozen=True)

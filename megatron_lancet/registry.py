@@ -37,6 +37,7 @@ _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.placement.feature:PLACEMENT",
     "megatron_lancet.features.comm_sms.feature:COMM_SMS",
     "megatron_lancet.features.checkpoints.feature:CHECKPOINTS",
+    "megatron_lancet.features.cuda_graphs.feature:CUDA_GRAPHS",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",

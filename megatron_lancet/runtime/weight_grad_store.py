@@ -179,7 +179,10 @@ class WeightGradStore:
         trace: trace of the current step, None while nothing is recorded.
         part: the part of a chunk's rows whose forward, or its repetition in the backward pass, is under way; None
             outside of parts.
+        put_captured: takes a dW in place of :meth:`put` while a graph is captured; None otherwise.
     """
+
+    put_captured: Callable[[Sequence[DeferredWeight], Callable[[], None]], None] | None = None
 
     def __init__(self, rules: DwRules, stats: CommStats, rules_at_ends: DwRules | None = None) -> None:
         """
@@ -202,11 +205,7 @@ class WeightGradStore:
         return cls(DwRules.of(plan.in_middle), stats, DwRules.of(plan.at_ends))
 
     def configure(self, plan: Plan) -> None:
-        """Runs dWs as ``plan`` says from the next backward pass on.
-
-        Raises:
-            AssertionError: a dW or a report of the last backward pass is pending.
-        """
+        """Runs dWs as ``plan`` says from the next backward pass on; see :meth:`begin_backward`."""
         self._rules_in_middle, self._rules_at_ends = DwRules.of(plan.in_middle), DwRules.of(plan.at_ends)
         self.begin_backward(at_end=False)
 
@@ -235,6 +234,8 @@ class WeightGradStore:
             num_bytes: bytes that stay alive until the dW has run. A dW larger than the bound runs at once, after all
                 others.
         """
+        if self.put_captured is not None:
+            return self.put_captured(weights, compute)
         for weight in weights:
             weight.put()
         self._weights.update(weights)
@@ -327,13 +328,12 @@ class WeightGradStore:
             self._run(tasks.pop(0))  # the list would keep the dW's tensors alive
 
     def _run(self, task: _Task) -> None:
-        with torch.no_grad():
-            if self.trace is None:
-                task.compute()
-            else:
-                weight_bytes = sum(weight.num_bytes for weight in task.weights)
-                with self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes):
-                    task.compute()
+        weight_bytes = sum(weight.num_bytes for weight in task.weights)
+        gap = (
+            nullcontext() if self.trace is None else self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes)
+        )
+        with torch.no_grad(), gap:
+            task.compute()
         for weight in task.weights:
             weight.ran()
 

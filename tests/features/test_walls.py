@@ -20,6 +20,7 @@ ALIASES = {
     "comm_dtype": ("comm dtype",),
     "comm_priority": ("comm priority", "priority"),
     "comm_sms": ("sms",),
+    "cuda_graphs": ("cuda graph", "graphs"),
     "dedup": ("dedup", "deduplicated"),
     "documents": ("document",),
     "ep_resize": ("separate expert grads", "resize"),

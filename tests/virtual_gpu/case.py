@@ -1,7 +1,8 @@
 """One small model on the virtual GPU, next to stock on the same weights: gradients, and what the GPU found."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.features.cuda_graphs.feature import KEY, ActiveGraphs
 from megatron_lancet.features.pairing.schedules import paired_schedules
 from megatron_lancet.features.row_bound import rounds
 from megatron_lancet.features.row_bound.limit import Counts, RowLimit
@@ -24,7 +26,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
-from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, HostWaits
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, GraphLaunched, HostWaits, Kernel
 from megatron_lancet.testkit.virtual_gpu.megatron import virtual_gpu_platform
 from megatron_lancet.testkit.virtual_gpu.memory import Problem
 from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -58,6 +60,7 @@ class Case:
         nodes: how expert-parallel groups lie on nodes, for plans with two hops.
         max_rows: that a rank's experts work on at a time; None for any number.
         is_wired: whether routed sums are added one layer later.
+        is_captured: whether attention and routing of layers in one chunk are replayed from graphs.
     """
 
     plans: Sequence[Plan]
@@ -74,6 +77,7 @@ class Case:
     nodes: Nodes | None = None
     max_rows: int | None = None
     is_wired: bool = False
+    is_captured: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -97,6 +101,10 @@ class Found:
         host_waits: of each step.
         exchanges: names of the streams on which all-to-alls ran.
         order: collectives, in the order in which the host has launched them.
+        launches: kernels, and graphs, that the host has launched in each step.
+        kernels: of each step, by name.
+        logged: largest relative error of a loss beside the model's that Megatron has logged.
+        graphs: what :class:`ActiveGraphs` reports of the last plan.
     """
 
     loss: float
@@ -105,6 +113,10 @@ class Found:
     host_waits: Sequence[Sequence[HostWaits]] = ()
     exchanges: frozenset[str] = frozenset()
     order: Sequence[str] = ()
+    launches: Sequence[int] = ()
+    kernels: Sequence[Mapping[str, int]] = ()
+    logged: float = 0.0
+    graphs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def largest_error(self) -> float:
@@ -117,6 +129,7 @@ class _Stock(NamedTuple):
     weights: dict[str, torch.Tensor]
     losses: list[float]
     gradients: dict[str, torch.Tensor]
+    logged: dict[str, list[float]]
 
 
 _STOCK: dict[str, _Stock] = {}
@@ -166,8 +179,7 @@ def _stock_step(case: Case, overrides: dict[str, Any]) -> _Stock:
         ActiveShortcut().prepare_stock([model])
     weights = copy.deepcopy(model.state_dict())
     losses = _step(case, _wrapped(case, model, config, precision, False))
-    logged_losses()
-    return _Stock(weights, losses, gradients(model))
+    return _Stock(weights, losses, gradients(model), logged_losses())
 
 
 def _wrapped(case: Case, model: Any, config: Any, precision: Any, deferred: bool) -> Any:
@@ -246,12 +258,24 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     ddp = _wrapped(case, model, config, precision, setup.delays_weight_grads)
     _step(case, ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
     logged_losses()
+    return _watched_steps(case, setup, priority, gpu, ddp, model)
+
+
+def _watched_steps(
+    case: Case, setup: OverlapSetup, priority: Sequence[Any], gpu: VirtualGpu, ddp: Any, model: Any
+) -> Found:
+    stock = _STOCK[case.stock]
+    graphs = ActiveGraphs(setup, lambda: case.is_captured, 1)
     found = Found(0.0, dict.fromkeys(stock.gradients, 0.0), gpu.problems, [], frozenset())
     for plan in case.plans:
         if case.switchable:
             setup.switch(plan)
+        for _ in range(2 if case.is_captured else 0):  # an eager step, and one behind the capture
+            with gpu.watch():
+                graphs.observe(lambda: _step(case, ddp))
+            _logged(case)
         for names in case.late:
-            losses, host_waits, exchanges = _watched_step(case, setup, gpu, ddp, names)
+            losses, host_waits, exchanges = _watched_step(case, setup, graphs, gpu, ddp, names)
             for feature in priority:
                 feature.observe(lambda: None)
             if not case.equals_stock and not found.host_waits:
@@ -264,10 +288,32 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
                 [*found.host_waits, host_waits],
                 found.exchanges | exchanges,
                 [*found.order, *_order_of(gpu)],
+                [*found.launches, _num_launches(gpu)],
+                [*found.kernels, Counter(entry.name for entry in gpu.log if isinstance(entry, Kernel))],
+                max(found.logged, _logged_error(stock.logged, _logged(case))),
+                graphs.summary()[KEY],
             )
-            logged_losses()
-            stats.take()
+            setup._stats.take()
     return found
+
+
+def _logged(case: Case) -> dict[str, list[float]]:
+    """The losses that Megatron has logged of a step. A graph adds to the memory that it was captured with."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    if not case.is_captured:
+        return logged_losses()
+    tracker = get_moe_metrics_tracker()
+    values = {name: metric.values.tolist() for name, metric in tracker.metrics.items()}
+    tracker.clear()  # as Megatron's training does
+    return values
+
+
+def _logged_error(stock: Mapping[str, list[float]], found: Mapping[str, list[float]]) -> float:
+    """The largest relative error of a layer's loss."""
+    return max(
+        (relative_difference(found[name], values) for name, values in stock.items() if name in found), default=0.0
+    )
 
 
 @contextmanager
@@ -296,7 +342,7 @@ def rounds_in_loopback() -> Iterator[None]:
 
 
 def _watched_step(
-    case: Case, setup: OverlapSetup, gpu: VirtualGpu, ddp: Any, names: Sequence[str]
+    case: Case, setup: OverlapSetup, graphs: ActiveGraphs, gpu: VirtualGpu, ddp: Any, names: Sequence[str]
 ) -> tuple[list[float], Sequence[HostWaits], frozenset[str]]:
     late = [stream for stream in gpu.streams if any(name in stream.name for name in names)]
     assert len(late) >= len(names), f"no stream for one of {names}"
@@ -305,13 +351,20 @@ def _watched_step(
     with gpu.watch(late):
         trace = Trace(torch.device("cuda"), 0) if case.is_traced else None
         comm.record_to(trace)
-        losses = setup.check_step(lambda: _step(case, ddp))
+        losses = graphs.observe(lambda: setup.check_step(lambda: _step(case, ddp)))
         comm.record_to(None)
         if trace is not None:
             trace.end_step()
     begins = (entry for entry in gpu.log if isinstance(entry, CollectiveBegins))
     exchanges = frozenset(gpu.stream_name(one.stream) for one in begins if one.name == "all_to_all")
     return losses, gpu.host_waits, exchanges
+
+
+def _num_launches(gpu: VirtualGpu) -> int:
+    """Kernels and graphs that the host has launched in a step."""
+    graphs = [entry for entry in gpu.log if isinstance(entry, GraphLaunched)]
+    kernels = sum(isinstance(entry, Kernel) for entry in gpu.log)
+    return kernels + len(graphs) - sum(entry.num_kernels for entry in graphs)
 
 
 def _order_of(gpu: VirtualGpu) -> Iterator[str]:

@@ -141,6 +141,22 @@ CASES: dict[str, Case] = {
     "paired/capacity": paired_case([paired(WHOLE_EXPERTS)], CAPACITY, late=(("comm",),)),
     "paired/priority": paired_case([PAIRED], micro_op_mb=0.005, late=DDP_LATE),
     "paired/distributed-optimizer": paired_case([PAIRED], distributed_optimizer=True, late=NCCL_LATE),
+    "graphs/k=1": Case([ONE], late=EACH_LATE, is_captured=True),
+    "graphs/llama-like": Case([ONE], {**LLAMA, **SHARED, "gated_linear_unit": True}, is_captured=True),
+    "graphs/mla": Case([ONE], MLA, is_captured=True),
+    "graphs/bf16": Case([ONE], {"bf16": True}, is_captured=True),
+    "graphs/dense-first-layer": Case([ONE], {"moe_layer_freq": [0, 1, 1], "mtp_num_layers": 1}, is_captured=True),
+    "graphs/dedup": Case([DEDUP], selective("moe"), is_captured=True, late=COMPUTE_LATE),
+    "graphs/tiles": Case(TILES[:1], is_captured=True),
+    "graphs/frozen": Case([ONE], {"frozen": r"embedding|layers\.0\."}, is_captured=True),
+    "graphs/pipeline": Case(
+        [ONE], PIPELINE, layout={"pipeline_model_parallel_size": 2}, is_captured=True, late=DDP_LATE
+    ),
+    "graphs/distributed-optimizer": paired_case([PAIRED], distributed_optimizer=True, is_captured=True, late=DDP_LATE),
+    "graphs/paired/gaps": paired_case(
+        [paired(Plan(ONE.segments, dw_window=4, gaps=FORWARD_GAPS))], late=EACH_LATE[:3], is_captured=True
+    ),
+    "graphs/switches": paired_case([ONE, TWO, PAIRED, MIX, paired(DEDUP)], switchable=True, is_captured=True),
     "paired/tensor-parallel": paired_case([PAIRED], SEQUENCE_PARALLEL, layout=TP, late=(("comm",),)),
 }
 """Cases with Megatron's local layers, by name."""
@@ -160,6 +176,9 @@ def in_two_layers(cases: dict[str, Case]) -> dict[str, Case]:
 TE_CASES: dict[str, Case] = {
     "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
     "te/paired": paired_case([PAIRED], {**TE, "bf16": True}, late=(("compute",),)),
+    "te/graphs/k=1": Case([ONE], TE, is_captured=True, late=EACH_LATE[:2]),
+    "te/graphs/paired": paired_case([PAIRED], {**TE, "bf16": True}, is_captured=True, late=DDP_LATE),
+    "te/graphs/fused-dw": Case([ONE], {**TE, "gradient_accumulation_fusion": True}, is_captured=True),
     "te/k=2": Case([TWO], TE, late=WITHOUT_COUNTS[:3]),
     "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
     "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),

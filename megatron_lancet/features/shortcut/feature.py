@@ -120,6 +120,8 @@ class ShortcutFeature(Feature):
         """Yields why there are no tiles."""
         if part is PlanPart.TILES and is_on(config):
             yield PlanBlocker(f"{FLAG} runs the next layer while rows are under way in one message", f"drop {FLAG}")
+        if part is PlanPart.CUDA_GRAPHS and is_on(config):
+            yield PlanBlocker(f"{FLAG} (experts start between attention and the router)", f"drop {FLAG}")
 
     def limited(self, limits: Limits, args: argparse.Namespace, config: LancetConfig) -> Limits:
         """Leaves the plans that keep layers together."""

@@ -41,7 +41,6 @@ _SIZES = (
 )
 """Flags that are given anew."""
 _ON_GPUS = {
-    "CUDA graphs": "--cuda-graph --enable-cuda-graph --external-cuda-graph",
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "
     "--apply-query-key-layer-scaling --keep-fp8",
     "offloading": "--cpu-offloading --fine-grained-activation-offloading --offload --activation-offload",

@@ -68,10 +68,12 @@ class _Engine:
         results: list[Any] = []
         errors: list[BaseException] = []
 
+        stream = self._gpu.current_stream()
+
         def run() -> None:
             self._thread.is_device = True
             try:
-                with self._gpu.operators():
+                with self._gpu.CurrentStream(stream), self._gpu.operators():
                     results.append(self._run_here(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
                 errors.append(error)

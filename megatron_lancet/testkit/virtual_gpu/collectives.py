@@ -72,6 +72,7 @@ def issued_on(gpu: "VirtualGpu") -> Callable[..., dist.Work]:
         bytes_to_others: float,
         opts: Any,
     ) -> dist.Work:
+        gpu.refuse_in_capture(op)
         name = str(group.group_name)
         if not getattr(opts, "asyncOp", True):
             _deliver(gpu, group, name, op, transfer, bytes_to_others)

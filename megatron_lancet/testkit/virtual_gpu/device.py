@@ -10,7 +10,7 @@ of autograd are emulated (``autograd.py``).
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,8 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import device
 from megatron_lancet.testkit.mock import mock_group
 from megatron_lancet.testkit.virtual_gpu import collectives
+from megatron_lancet.testkit.virtual_gpu.graphs.graph import Capture, CaptureError, CurrentCapture, VirtualGraph
+from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
 from megatron_lancet.testkit.virtual_gpu.kernels import kernels_of_cuda
 from megatron_lancet.testkit.virtual_gpu.log import Entry, HostWaits, Kernel, Recorded, StreamWaits
 from megatron_lancet.testkit.virtual_gpu.memory import Allocation, Memory, Problem, call_site, placed
@@ -46,18 +48,23 @@ class VirtualGpu:
     """Streams, memory and log of a GPU that does not exist.
 
     Attributes:
-        Stream, Event, CurrentStream: stand-ins for the classes of ``torch.cuda``, bound to this GPU.
+        Stream, Event, CurrentStream, Graph, CurrentCapture: stand-ins for the classes of ``torch.cuda``, bound to this
+            GPU.
         order: what happens before what.
         memory: memory in use, and the problems that were found.
         queues: what was enqueued and has not run.
         log: what was enqueued, in the host's order.
         default: the stream on which a program computes.
+        capture: the capture of a graph that is under way; None outside of one.
     """
 
     def __init__(self) -> None:
         self.Stream: Any = type("Stream", (VirtualStream,), {"gpu": self})
         self.Event: Any = type("Event", (VirtualEvent,), {"gpu": self})
         self.CurrentStream: Any = type("CurrentStream", (CurrentStream,), {"gpu": self})
+        self.Graph: Any = type("Graph", (VirtualGraph,), {"gpu": self})
+        self.CurrentCapture: Any = type("CurrentCapture", (CurrentCapture,), {"gpu": self})
+        self.capture: Capture | None = None
         self.order = Order()
         self.memory = Memory(self.order, self.stream_name, self._poison)
         self.queues = Queues()
@@ -109,6 +116,9 @@ class VirtualGpu:
 
     def record(self, event: int, stream: int) -> None:
         """Records an event on a stream."""
+        if self.capture is not None and self.capture.is_on(stream):
+            self.capture.events.add(event)
+            return
         self.memory.take_freed()
         self.order.record(event, stream)
         self.queues.record(stream, event)
@@ -116,6 +126,8 @@ class VirtualGpu:
 
     def stream_waits(self, stream: int, event: int) -> None:
         """Makes a stream wait for an event."""
+        if self.capture is not None and (self.capture.is_on(stream) or event in self.capture.events):
+            raise CaptureError(f"a stream waits for an event outside of its capture: {call_site()}")
         self.memory.take_freed()
         self.order.wait(stream, event)
         self.queues.wait(stream, event)
@@ -123,6 +135,7 @@ class VirtualGpu:
 
     def host_waits_for_event(self, event: int) -> None:
         """Makes the host wait for an event."""
+        self.refuse_in_capture("a wait for an event")
         self.memory.take_freed()
         self.order.host_waits_for_event(event)
         self.queues.run_until(event)
@@ -130,6 +143,7 @@ class VirtualGpu:
 
     def host_sees(self, event: int) -> bool:
         """Whether an event has been reached, which the host then knows."""
+        self.refuse_in_capture("a look at an event")
         is_reached = self.queues.is_reached(event)
         if is_reached:
             self.order.host_waits_for_event(event)
@@ -141,6 +155,7 @@ class VirtualGpu:
 
     def host_waits_for_stream(self, stream: int, reason: str) -> None:
         """Makes the host wait for all that a stream has got so far."""
+        self.refuse_in_capture("a wait for a stream")
         self.memory.take_freed()
         self.order.host_waits_for_stream(stream)
         self.queues.run_stream(stream)
@@ -148,10 +163,19 @@ class VirtualGpu:
 
     def synchronize(self, *_: Any) -> None:
         """Makes the host wait for everything."""
+        self.refuse_in_capture("a wait for the device")
         self.memory.take_freed()
         self.order.host_waits_for_all()
         self.queues.run_all()
         self.note(HostWaits(None, None, "device", call_site()))
+
+    def refuse_in_capture(self, what: str) -> None:
+        """
+        Raises:
+            CaptureError: a graph is being captured.
+        """
+        if self.capture is not None:
+            raise CaptureError(f"{what} is not permitted while a stream is captured: {call_site()}")
 
     def record_stream(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """As ``Tensor.record_stream``: memory is not used again before ``stream`` has passed this use."""
@@ -184,8 +208,8 @@ class VirtualGpu:
 
     @contextmanager
     def operators(self) -> Iterator[None]:
-        """Inside the context operators of this thread are kernels, if the GPU is being watched at all."""
-        with _Watch(self) if self._is_watching else nullcontext():
+        """Inside the context operators of this thread are kernels, if the GPU is being watched, or captured."""
+        with _Watch(self) if self._is_watching or self.capture is not None else nullcontext():
             yield
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -202,6 +226,8 @@ class VirtualGpu:
         name, site = base_name(function), call_site()
         if kind is Kind.ALLOCATION:
             return self._placed(function(*args, **kwargs), self.current_stream().id, is_host, with_content=False)
+        if self.capture is not None and self.capture.is_on(stream):
+            return self.capture.add(function, args, kwargs, kind)
         if kind is Kind.HOST_WAITS and not is_host:
             self.host_waits_for_stream(stream, name)
         number = self.order.add_kernel(stream)
@@ -222,8 +248,17 @@ class VirtualGpu:
         if is_host or kind is Kind.HOST_WAITS or not self.queues.is_late(stream):
             result = function(*args, **kwargs)
             return self._results(in_place, result, stream, is_host, with_content=True)
+        result, run = self.delayed(function, args, kwargs, stream)
+        self.queues.add(stream, run)
+        return result
+
+    def delayed(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int
+    ) -> tuple[Any, Callable[[], None]]:
+        """The results of a kernel that has not run, and what runs it on the memory that it has now."""
+        in_place = results_in_place(function, args, kwargs)
         shapes = _without_values(function, args, kwargs)
-        result = self._results(in_place, shapes, stream, is_host, with_content=False)
+        result = self._results(in_place, shapes, stream, is_host=False, with_content=False)
         own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, self.memory.alias, (tuple(args), dict(kwargs)))
         targets = [self.memory.alias(tensor) for tensor in tensors_in(result)]
 
@@ -233,8 +268,7 @@ class VirtualGpu:
                     if value.data_ptr() != target.data_ptr():
                         target.copy_(value)
 
-        self.queues.add(stream, run)
-        return result
+        return result, run
 
     def _results(self, in_place: list[Any], result: Any, stream: int, is_host: bool, with_content: bool) -> Any:
         """The results of an operator: the program's own tensors where it changes them, else in memory of this GPU."""
@@ -257,7 +291,7 @@ class VirtualGpu:
                 return tensor.new_empty(tensor.shape) if tensor.device.type == "meta" else tensor
             old = tensor.untyped_storage()
             if old._cdata not in storages:
-                new = storages[old._cdata] = self.memory.new(old.nbytes(), max(stream, 0), is_host)
+                new = storages[old._cdata] = self._new(old.nbytes(), stream, is_host)
                 if with_content:
                     new.copy_(old)
             return placed(storages[old._cdata], tensor)
@@ -265,6 +299,11 @@ class VirtualGpu:
         if isinstance(result, torch.Tensor):  # most results: a tree takes longer
             return place(result)
         return pytree.tree_map_only(torch.Tensor, place, result)
+
+    def _new(self, num_bytes: int, stream: int, is_host: bool) -> torch.UntypedStorage:
+        if self.capture is not None and not is_host and self.capture.is_on(stream):
+            return self.capture.pool.new(num_bytes)
+        return self.memory.new(num_bytes, max(stream, 0), is_host)
 
     def _poison(self, allocation: Allocation) -> None:
         """Makes freed memory undefined behind the work of its stream, and of those that it was recorded on."""
@@ -336,6 +375,9 @@ def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         "default_stream": lambda *_: gpu.default,
         "synchronize": gpu.synchronize,
         "device": lambda *_: nullcontext(),  # it has one
+        "CUDAGraph": gpu.Graph,
+        "graph": gpu.CurrentCapture,
+        "graph_pool_handle": lambda: VirtualPool(gpu.memory),
     }
     with ExitStack() as stack:
         for name, value in names.items():

@@ -20,6 +20,14 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphLaunched:
+    """A graph was launched; the next entries are its kernels, which the host does not launch."""
+
+    stream: int
+    num_kernels: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """An event was recorded on a stream. An event that is recorded again has another number."""
 
@@ -86,4 +94,4 @@ class Mark:
     name: str
 
 
-Entry = Kernel | Recorded | StreamWaits | HostWaits | CollectiveBegins | CollectiveEnds | Mark
+Entry = Kernel | GraphLaunched | Recorded | StreamWaits | HostWaits | CollectiveBegins | CollectiveEnds | Mark

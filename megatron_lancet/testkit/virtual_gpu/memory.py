@@ -133,10 +133,18 @@ class Memory:
         weakref.finalize(seen, self._release, storage._cdata, allocation).atexit = False
         return storage
 
-    def _release(self, address: int, allocation: Allocation) -> None:
-        """Called when the program's last reference is gone, perhaps in the middle of another method."""
+    def place(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
+        """Notes that a storage lies in an allocation."""
+        self._allocations[storage._cdata] = allocation
+
+    def forget(self, address: int, allocation: Allocation) -> None:
+        """Notes that a storage at an address is gone."""
         if self._allocations.get(address) is allocation:
             del self._allocations[address]
+
+    def _release(self, address: int, allocation: Allocation) -> None:
+        """Called when the program's last reference is gone, perhaps in the middle of another method."""
+        self.forget(address, allocation)
         self._freed.append(allocation)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -158,11 +166,22 @@ class Memory:
 
     def access(self, tensor: torch.Tensor, stream: int, kernel: int, is_write: bool, name: str, site: str) -> None:
         """Notes that a kernel reads or writes a tensor, and checks that it comes after earlier accesses."""
-        span = _span(tensor)
-        if span is None:
-            return
-        start, end = span
-        allocation = self.allocation_of(tensor)
+        covered = span(tensor)
+        if covered is not None:
+            self.access_bytes(self.allocation_of(tensor), is_write, *covered, stream, kernel, name, site)
+
+    def access_bytes(
+        self,
+        allocation: Allocation,
+        is_write: bool,
+        start: int,
+        end: int,
+        stream: int,
+        kernel: int,
+        name: str,
+        site: str,
+    ) -> None:
+        """As :meth:`access`, for bytes of an allocation."""
         for other in (*allocation.writes, *(allocation.reads if is_write else ())):
             overlaps = other.start < end and start < other.end
             if overlaps and not self._order.is_before(other.stream, other.kernel, stream):
@@ -230,7 +249,7 @@ def _covers(access: Access, other: Access) -> bool:
     return access.start <= other.start and other.end <= access.end
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+def span(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First byte and end of the memory that a tensor's elements lie in; None without elements."""
     if tensor.numel() == 0:
         return None

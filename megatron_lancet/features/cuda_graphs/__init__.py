@@ -1,0 +1,1 @@
+"""Attention and routing of layers in one chunk, captured in CUDA graphs."""

@@ -1,0 +1,239 @@
+"""Attention and routing of a layer for one micro-batch in flight, captured in two CUDA graphs.
+
+Between the end of the last layer's combine and the launch of the token counts every shape is static: norm, attention,
+residual, norm and router. So the host launches one graph there in place of some fifty kernels, forward and backward.
+
+A graph reads and writes memory of its own, whose content changes with its next replay. The next forward in the same
+memory comes behind the backward and its dWs, so eager code gets the outputs themselves. It gets copies of what may be
+read later: gradients, which DDP reads on another stream, and the routing map, which a trace keeps until the step ends.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.model.adopt import is_of_ddp
+from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+_OUTPUTS = ("hidden_sbH", "normed_sbH", "shared_input_sbH", "probs_tE", "routing_map_tE")
+"""The tensors of a chunk that attention and routing leave to the ops behind them."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory of graphs that are replayed one after the other, in the order in which they were captured.
+
+    Attributes:
+        handle: of torch's private memory pool.
+        stream: on which graphs are captured.
+    """
+
+    handle: Any
+    stream: Any
+
+    @contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Captures what is enqueued inside."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
+            yield graph
+
+
+class SharedBuffers:
+    """Gradients into and out of backward graphs: one block at a time uses them, so all blocks share them."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Any, torch.Tensor] = {}
+
+    def like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A buffer of the shape and type of a tensor; the same one for the same role."""
+        key = role, tensor.shape, tensor.dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self._tensors[key]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What replays have in common.
+
+    Attributes:
+        shape: of hidden states, [S, B, H].
+        dtype: of hidden states.
+        chunk: an uncut micro-batch, with its rotary embedding.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunk: Chunk
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is captured.
+
+    Attributes:
+        run: runs attention and routing on a chunk that has its hidden states.
+        modules: the modules inside, with parameters of their own.
+        store: receives the dWs of linear layers that defer them.
+    """
+
+    run: Callable[[ChunkState], None]
+    modules: Sequence[torch.nn.Module]
+    store: WeightGradStore
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that are trained."""
+        return [p for module in self.modules for p in module.parameters(recurse=False) if p.requires_grad]
+
+
+class CapturedBlock:
+    """Attention and routing of one layer for one micro-batch in flight.
+
+    Capture all forwards of a pool in the order of layers, then all backwards in reverse.
+    """
+
+    def __init__(self, source: Source, pool: Pool, buffers: SharedBuffers) -> None:
+        self._source, self._pool, self._buffers = source, pool, buffers
+        self._parameters = source.parameters
+        self._deferred: list[DeferredWeight] = []
+
+    def capture_forward(self, like: Inputs) -> None:
+        """Captures the forward.
+
+        Args:
+            like: what each micro-batch is alike.
+        """
+        x = ChunkState(like.chunk)
+        with _without_hooks(self._source.modules), self._pool.capture() as self._forward:
+            self._input = torch.empty(
+                like.shape,
+                dtype=like.dtype,
+                device=next(self._source.modules[0].parameters()).device,
+                requires_grad=True,
+            )
+            x.hidden_sbH = self._input
+            self._source.run(x)
+        made = {name: getattr(x, name) for name in _OUTPUTS}
+        self._outputs = {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    def capture_backward(self) -> None:
+        """Captures the backward; linear layers compute their dWs in it."""
+        ends = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
+        self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
+        sources = self._input, *self._parameters
+        results = [self._buffers.like(f"result {index}", source) for index, source in enumerate(sources)]
+        with self._pool.capture() as self._backward, _at_once(self._source.store) as self._deferred:
+            found = torch.autograd.grad(
+                list(ends.values()), sources, list(self._grads.values()), allow_unused=True, materialize_grads=False
+            )
+            for result, grad in zip(results, found, strict=True):
+                if grad is not None:
+                    result.copy_(grad)
+        self._results = [None if grad is None else result for result, grad in zip(results, found, strict=True)]
+        # Without their nodes of the graph, whose saved tensors are gone.
+        self._outputs = {name: tensor.detach() for name, tensor in self._outputs.items()}
+
+    def __call__(self, x: ChunkState) -> None:
+        """Runs the block on a chunk."""
+        for module in self._source.modules:
+            for hook in module._forward_pre_hooks.values():  # DDP's, which waits for the module's gathered parameters
+                hook(module, ())
+        outputs = _Replay.apply(self, x.hidden_sbH, *self._parameters)
+        for name, output in zip(self._outputs, outputs, strict=True):
+            setattr(x, name, output)
+
+    def replay_forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs for these hidden states."""
+        self._input.detach().copy_(hidden_SBH)
+        self._forward.replay()
+        outputs = self._outputs.values()
+        return tuple(output.detach() if output.is_floating_point() else output.clone() for output in outputs)
+
+    def replay_backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the hidden states and of the parameters; None where a dW is in ``main_grad`` already.
+
+        Args:
+            grads: of the outputs, in order; None for zeros.
+        """
+        for name, grad in zip(self._outputs, grads, strict=True):
+            if grad is not None:
+                self._grads[name].copy_(grad)
+            elif name in self._grads:
+                self._grads[name].zero_()
+        self._backward.replay()
+        for weight in self._deferred:
+            weight.put()
+            weight.ran()
+        return [None if result is None else result.clone() for result in self._results]
+
+
+class _Replay(torch.autograd.Function):
+    """Runs a block; its parameters are inputs, so that autograd visits their accumulation nodes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, block: CapturedBlock, hidden_SBH: torch.Tensor, *_: torch.nn.Parameter
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        outputs = block.replay_forward(hidden_SBH)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.block.replay_backward(grads)
+
+
+@contextmanager
+def _at_once(store: WeightGradStore) -> Iterator[list[DeferredWeight]]:
+    """Inside, dWs run where they are put, into a graph; yields their weights, complete after each replay.
+
+    When a deferred dW runs depends on the clock, and graphs of a pool need one order.
+    """
+    weights: list[DeferredWeight] = []
+
+    def put(its: Sequence[DeferredWeight], compute: Callable[[], None]) -> None:
+        weights.extend(its)
+        with torch.no_grad():
+            compute()
+
+    store.put_captured = put
+    try:
+        yield weights
+    finally:
+        store.put_captured = None
+
+
+@contextmanager
+def _without_hooks(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, DDP's hooks of modules do not run: a graph can't wait for a parameter.
+
+    Raises:
+        UsageError: a module has another hook, which replays would leave out.
+    """
+    for module in modules:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not is_of_ddp(hook):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise UsageError(
+                    f"the hook {name} on {type(module).__name__} would not run in a CUDA graph. Drop the hook or "
+                    "--lancet-cuda-graphs."
+                )
+    kept = [dict(module._forward_pre_hooks) for module in modules]
+    try:
+        for module in modules:
+            module._forward_pre_hooks.clear()
+        yield
+    finally:
+        for module, hooks in zip(modules, kept, strict=True):
+            module._forward_pre_hooks.update(hooks)

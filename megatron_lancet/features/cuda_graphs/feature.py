@@ -1,0 +1,189 @@
+"""``--lancet-cuda-graphs``: replays attention and routing of layers in one chunk from CUDA graphs."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts, SmallLaunch
+from megatron_lancet.features.cuda_graphs.limits import blockers, clear_megatrons_flags, megatrons_scopes
+from megatron_lancet.features.cuda_graphs.stage import StageGraphs
+from megatron_lancet.flags import CheckedFlags, flag, words
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.plan.support import may_overlap
+from megatron_lancet.training.process.console import say
+
+FLAG = "--lancet-cuda-graphs"
+KEY = "cuda_graphs"
+"""In ``report.json``."""
+_ASKED = "lancet_asked_for_cuda_graphs"
+"""Among Megatron's arguments: its own flags have asked for graphs, before the mapping clears them."""
+
+
+class GraphChoice(StrEnum):
+    """What is captured."""
+
+    OFF = "off"
+    """Nothing."""
+    ATTENTION = "attention"
+    """Attention and routing of layers in one chunk."""
+
+
+@dataclass(frozen=True)
+class CudaGraphFlags(CheckedFlags):
+    """What is captured."""
+
+    cuda_graphs: GraphChoice = flag(
+        GraphChoice.OFF,
+        same_on_all_ranks=True,
+        **words(GraphChoice),
+        unmodelled="graphs are captured while training",
+        unchecked="captured CUDA graphs, which need a GPU",
+        help="attention: capture norms, attention and router of each layer in one chunk in CUDA graphs, behind "
+        "--cuda-graph-warmup-steps steps under the final plan, so that the host launches less; Megatron's "
+        "--cuda-graph-impl with --cuda-graph-modules attn moe_router asks for the same. off (default): no graphs.",
+    )
+
+
+class CudaGraphs(Feature):
+    """``--lancet-cuda-graphs``."""
+
+    name = "cuda_graphs"
+    flags = CudaGraphFlags
+
+    def needs_plan(self, config: LancetConfig) -> bool:
+        """Whether the user asks for graphs of the overlapping block."""
+        return config.of(CudaGraphFlags).cuda_graphs is not GraphChoice.OFF
+
+    def normalize(self, args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
+        """Maps Megatron's own flags; yields a line for each change."""
+        scopes = megatrons_scopes(args)
+        if scopes:
+            mapped = argparse.Namespace(**vars(args))
+            clear_megatrons_flags(mapped)
+            if may_overlap(mapped, config) and not any(blockers(mapped, config)):
+                yield f"--cuda-graph-impl {args.cuda_graph_impl} with {' '.join(scopes)} runs as {FLAG} attention"
+                clear_megatrons_flags(args)
+                setattr(args, _ASKED, True)
+        if self.is_asked(args, config) and args.create_attention_mask_in_dataloader and not args.reset_attention_mask:
+            args.create_attention_mask_in_dataloader = False
+            yield "--no-create-attention-mask-in-dataloader is on: attention masks the future without a mask's tensor"
+
+    def is_asked(self, args: argparse.Namespace, config: LancetConfig) -> bool:
+        """Whether the user asks for graphs, by either flag."""
+        return self.needs_plan(config) or getattr(args, _ASKED, False)
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuses graphs that nothing would be captured in."""
+        if not self.is_asked(facts.args, facts.config):
+            return
+        if facts.plan is None:
+            raise UsageError(
+                f"{FLAG} captures the overlapping block, but this run has stock Megatron modules. Drop it, or pass "
+                "--cuda-graph-impl for Megatron's own graphs."
+            )
+        if facts.device is not None and facts.device.type != "cuda":
+            raise UsageError(f"{FLAG} needs a GPU, and this machine has none. Drop the flag.")
+        for blocker in blockers(facts.args, facts.config):
+            raise UsageError(f"{FLAG} does not work with {blocker}. Drop one of the two.")
+        if not facts.plan_changes and not _captures_any(facts.plan):
+            raise UsageError(
+                f"{FLAG} captures layers in one chunk, and the plan cuts micro-batches in all layers. Pass "
+                "--lancet-num-chunks 1, or drop the flag."
+            )
+
+    def shrink(self, launch: SmallLaunch) -> None:
+        """Leaves graphs out of a check on CPU ranks."""
+        launch.left_out["CUDA graphs"] = "--cuda-graph --enable-cuda-graph --external-cuda-graph"
+
+    def note(self, facts: RunFacts) -> str:
+        """Says what is captured."""
+        is_on = facts.plan is not None and self.is_asked(facts.args, facts.config)
+        return "; attention and routing of layers in one chunk are captured in CUDA graphs" if is_on else ""
+
+    def start(self, run: Any) -> ActiveFeature | None:
+        """Captures the run's layers."""
+        if not self.is_asked(run.facts.args, run.config):
+            return None
+        return ActiveGraphs(run.setup, run.is_settled, run.facts.args.cuda_graph_warmup_steps)
+
+
+class ActiveGraphs(ActiveFeature):
+    """Graphs in a run: captured between two steps, dropped when the plan changes."""
+
+    def __init__(self, setup: Any, is_settled: Callable[[], bool], num_warmup_steps: int) -> None:
+        """
+        Args:
+            setup: :class:`~megatron_lancet.training.overlap_setup.OverlapSetup`.
+            is_settled: whether the run has its final plan.
+            num_warmup_steps: steps under the final plan that run eagerly; at least one does.
+        """
+        self.stages: Sequence[StageGraphs] = ()
+        self._setup, self._is_settled = setup, is_settled
+        self._num_eager_steps = max(1, num_warmup_steps)
+        self._num_steps = 0
+        self._capture_s = 0.0
+
+    def adopt(self, stages: Sequence[Any], comm: Any) -> None:
+        """Refuses a model without a store of dWs."""
+        if comm.store is None:
+            raise UsageError(f"{FLAG} does not work with --lancet-dw-policy none. Drop one of the two.")
+
+    def observe(self, step: Callable[[], Any]) -> Any:
+        """Captures before the step whose turn it is."""
+        if not self._is_settled():
+            return step()
+        if not self.stages or not all(stage.is_installed for stage in self.stages):
+            if self.stages:
+                torch.cuda.synchronize()  # the last step's replays may still run
+            self.stages = [StageGraphs(stage.decoder) for stage in self._setup.stages]
+            self._num_steps = 0
+        elif self._num_steps == self._num_eager_steps:
+            self._capture()
+        for stage in self.stages:
+            stage.begin_step()
+        self._num_steps += 1
+        return step()
+
+    def _capture(self) -> None:
+        before, start_s = torch.cuda.memory_reserved(), time.perf_counter()
+        for stage in self.stages:
+            stage.capture()
+        torch.cuda.synchronize()
+        self._capture_s = time.perf_counter() - start_s
+        taken_mb = (torch.cuda.memory_reserved() - before) / 1e6
+        num_graphs = sum(stage.num_graphs for stage in self.stages)
+        say(f"Megatron-Lancet: captured {num_graphs} CUDA graphs in {self._capture_s:.1f} s, {taken_mb:.0f} MB")
+
+    def summary(self) -> Mapping[str, Any]:
+        """Graphs, and how many micro-batches of rank 0 they ran."""
+        return {
+            KEY: {
+                "num_graphs": sum(stage.num_graphs for stage in self.stages),
+                "capture_s": self._capture_s,
+                "num_replayed_micro_batches": sum(stage.num_replayed for stage in self.stages),
+                "num_eager_micro_batches": sum(stage.num_eager for stage in self.stages),
+            }
+        }
+
+    def lines(self, report: Mapping[str, Any]) -> Sequence[str]:
+        """One line: what was replayed."""
+        found = report[KEY]
+        if not found["num_graphs"]:
+            return ["CUDA graphs: none were captured, since no layer ran in one chunk for long enough"]
+        replayed, eager = found["num_replayed_micro_batches"], found["num_eager_micro_batches"]
+        of_all = f"{replayed} of {replayed + eager} later micro-batches replayed"
+        return [f"CUDA graphs: {found['num_graphs']} captured; {of_all}"]
+
+
+def _captures_any(plan: Plan) -> bool:
+    return any(segment.num_chunks == 1 for one in (plan, plan.at_ends) for segment in one.segments)
+
+
+CUDA_GRAPHS = CudaGraphs()

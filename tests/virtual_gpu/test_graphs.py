@@ -1,0 +1,287 @@
+"""CUDA graphs on the virtual GPU: what a capture refuses, what a replay runs, and what is wrong without its rules."""
+
+import os
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.features.cuda_graphs.block import CapturedBlock
+from megatron_lancet.features.cuda_graphs.stage import StageGraphs
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
+from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
+from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.virtual_gpu.case import Case, run
+from tests.virtual_gpu.cases import DDP_LATE, ONE, PAIRED, SHARED, SMALL, paired_case
+
+ROWS = torch.arange(8.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_on_cpu():
+    with mock.patch.dict(os.environ), cpu_platform():
+        yield
+
+
+@contextmanager
+def watched(*late: str):
+    with virtual_gpu() as gpu, gpu.watch([stream for stream in gpu.streams if stream.name in late]):
+        yield gpu
+
+
+@contextmanager
+def captured(pool=None):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        yield graph
+
+
+@pytest.mark.parametrize("late", [(), ("compute",)])
+def test_replay_runs_kernels_again_on_the_same_memory(late):
+    with watched(*late):
+        rows = ROWS.cuda() + 0
+        with captured() as graph:
+            doubled = rows * 2
+            rows.add_(1)
+        for step in (1, 2):
+            graph.replay()
+            assert doubled.tolist() == (2 * (ROWS + step - 1)).tolist()
+        assert rows.tolist() == (ROWS + 2).tolist()
+
+
+def test_capture_runs_nothing():
+    with watched():
+        rows = ROWS.cuda() + 0
+        with captured() as graph:
+            rows.add_(1)
+        assert rows.tolist() == ROWS.tolist()
+        assert [kernel.name for kernel in graph.kernels] == ["add_"]
+
+
+def test_backward_is_captured_behind_its_forward():
+    with watched():
+        with captured() as forward:
+            rows = torch.empty(8, device="cuda", requires_grad=True)
+            total = (rows * rows).sum()
+        with captured() as backward:
+            (grad,) = torch.autograd.grad(total, rows)
+        for factor in (1, 3):
+            rows.detach().copy_(factor * ROWS.cuda())
+            forward.replay()
+            backward.replay()
+            assert grad.tolist() == (2 * factor * ROWS).tolist()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda rows: rows.sum().item(),
+        lambda rows: rows[rows > 1],
+        lambda rows: rows.cpu(),
+        lambda rows: rows + torch.ones(8),
+        lambda rows: torch.cuda.synchronize(),
+        lambda rows: torch.cuda.current_stream().record_event().synchronize(),
+        lambda rows: torch.cuda.current_stream().record_event().query(),
+        lambda rows: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),
+        lambda rows: torch.cuda.current_stream().wait_stream(torch.cuda.Stream()),
+    ],
+    ids=["item", "mask", "cpu", "host", "device", "event", "query", "fork", "join"],
+)
+def test_capture_refuses_what_cuda_refuses(look):
+    with watched():
+        rows = ROWS.cuda() + 0
+        with pytest.raises(CaptureError, match=r"test_graphs\.py"), captured():
+            look(rows)
+        assert rows.tolist() == ROWS.tolist()
+
+
+def test_graph_reads_freed_memory_that_nobody_kept_for_it():
+    """A graph holds addresses, not tensors."""
+    with watched():
+        rows = ROWS.cuda() + 0
+        with captured() as graph:
+            doubled = rows * 2
+        del rows
+        graph.replay()
+        assert doubled.isnan().all()
+
+
+def test_graphs_of_a_pool_reuse_what_an_earlier_one_has_freed():
+    with watched() as gpu:
+        pool = VirtualPool(gpu.memory)
+        rows = ROWS.cuda() + 0
+        with captured(pool) as first:
+            one = rows + 1
+        with captured() as other_pool:
+            of_other = rows + 3
+        one = one.detach()
+        address = one.data_ptr()
+        del one
+        with captured(pool) as second:
+            two = rows + 2
+        assert two.data_ptr() == address
+        for graph in (first, other_pool, second):
+            graph.replay()
+        assert two.tolist() == (ROWS + 2).tolist()
+        assert of_other.tolist() == (ROWS + 3).tolist()
+        assert pool.num_bytes == two.nbytes
+        assert gpu.problems == []
+
+
+def test_replay_races_with_another_streams_read_of_its_outputs():
+    with watched() as gpu:
+        rows = ROWS.cuda() + 0
+        with captured() as graph:
+            doubled = rows * 2
+        graph.replay()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            doubled + 1
+        graph.replay()
+        assert [problem.kind for problem in gpu.problems] == ["race"]
+
+
+CASE = Case([ONE], {**SMALL, **SHARED}, late=DDP_LATE, is_captured=True)
+PAIRS = paired_case([PAIRED], SMALL, late=DDP_LATE, is_captured=True)
+
+
+def test_replayed_steps_launch_less_and_run_the_same_kernels():
+    eager = run(Case([ONE], {**SMALL, **SHARED}))
+    found = run(CASE)
+    assert found.problems == []
+    assert found.graphs["num_graphs"] == 4  # two layers, forward and backward
+    assert (found.graphs["num_replayed_micro_batches"], found.graphs["num_eager_micro_batches"]) == (6, 0)
+    assert found.launches[0] < 0.7 * eager.launches[0]
+    copies = found.kernels[0] - eager.kernels[0]
+    assert set(copies) == {"copy_", "clone"}
+    assert not eager.kernels[0] - found.kernels[0]
+
+
+def test_losses_that_megatron_logs_equal_stocks():
+    found = run(CASE)
+    assert found.logged == 0.0
+    assert found.largest_error == 0.0
+
+
+def _without_copies_of_gradients(stack: ExitStack) -> None:
+    def replay(stock, block, grads):
+        with replaced(torch.Tensor, "clone", lambda tensor: tensor.view_as(tensor)):
+            return stock(block, grads)
+
+    stack.enter_context(around(CapturedBlock, "replay_backward", replay))
+
+
+def _one_slot(stack: ExitStack) -> None:
+    """Two micro-batches in flight take the same blocks."""
+
+    def begin(stock, stage, x):
+        stage._in_flight.clear()
+        stock(stage, x)
+
+    stack.enter_context(around(StageGraphs, "_begin_micro_batch", begin))
+
+
+def _one_pool(stack: ExitStack) -> None:
+    """The graphs of two micro-batches in flight reuse each other's memory."""
+    pools: list[VirtualPool] = []
+
+    def handle(stock):
+        pools.append(stock())
+        return pools[0]
+
+    stack.enter_context(around(torch.cuda, "graph_pool_handle", handle))
+
+
+DAMAGES = {
+    "gradients": (CASE, _without_copies_of_gradients),
+    "slots": (PAIRS, _one_slot),
+    "pools": (PAIRS, _one_pool),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_broken_rule_of_replays_is_found(name):
+    try:
+        found = run(*DAMAGES[name])
+    except RuntimeError as error:  # a gather by numbers that are not defined
+        assert "out of bounds" in str(error)
+    else:
+        assert found.graphs["num_replayed_micro_batches"]
+        assert found.problems or found.largest_error > 1e-3
+
+
+def test_pairs_equal_stock_with_a_slot_for_each_micro_batch_in_flight():
+    found = run(PAIRS)
+    assert (found.problems, found.largest_error) == ([], 0.0)
+    assert found.graphs["num_graphs"] == 3 * 4  # the next forward begins before the last layer's backward has ended
+
+
+def test_micro_batch_beyond_the_slots_runs_eagerly():
+    def fewer(stack: ExitStack) -> None:
+        def capture(stock, stage):
+            stage._num_slots = 1
+            stock(stage)
+
+        stack.enter_context(around(StageGraphs, "capture", capture))
+
+    found = run(PAIRS, fewer)
+    assert (found.problems, found.largest_error) == ([], 0.0)
+    assert found.graphs["num_eager_micro_batches"] == 6
+    assert found.graphs["num_replayed_micro_batches"] == 3
+
+
+def test_routing_maps_keep_their_values_behind_the_next_replay():
+    """A trace counts them when the step has ended."""
+    maps: list[tuple[torch.Tensor, list]] = []
+
+    def keep(stack: ExitStack) -> None:
+        stack.enter_context(around(CapturedBlock, "__call__", called))
+
+    def called(stock, block, x):
+        stock(block, x)
+        maps.append((x.routing_map_tE, x.routing_map_tE.tolist()))
+
+    run(CASE, keep)
+    assert len({str(values) for _, values in maps}) > 1
+    assert all(kept.tolist() == values for kept, values in maps)
+
+
+def test_hook_on_a_captured_module_is_refused():
+    def hooked(stack: ExitStack) -> None:
+        def capture(stock, stage):
+            layer, _ = stage._layers[1]
+            layer.stock.self_attention.linear_qkv.register_forward_hook(print)
+            stock(stage)
+
+        stack.enter_context(around(StageGraphs, "capture", capture))
+
+    with pytest.raises(UsageError, match="hook print on DeferredColumnParallelLinear would not run in a CUDA graph"):
+        run(CASE, hooked)
+
+
+def test_hooks_of_gathered_parameters_run_before_each_replay():
+    """DDP's hook waits for a module's parameters; it can't be in a graph."""
+    calls: list[str] = []
+
+    def hooked(stack: ExitStack) -> None:
+        def hook(module, *_):
+            assert not torch.cuda.CUDAGraph.gpu.capture, "in a capture"
+            calls.append(type(module).__name__)
+
+        hook.__module__ = "megatron.core.distributed.test"
+
+        def capture(stock, stage):
+            layer, _ = stage._layers[1]
+            layer.stock.mlp.router.register_forward_pre_hook(hook)
+            stock(stage)
+
+        stack.enter_context(around(StageGraphs, "capture", capture))
+
+    found = run(CASE, hooked)
+    assert found.largest_error == 0.0
+    assert calls == ["ChunkedTopKRouter"] * found.graphs["num_replayed_micro_batches"]
