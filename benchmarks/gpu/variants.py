@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.sizes import Size, transformer_config
+from megatron_lancet.features.cuda_graphs.feature import ActiveGraphs
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
@@ -90,6 +91,7 @@ class Variant:
         ddp: the same of its ``DistributedDataParallelConfig``.
         plans_switch: whether the model is prepared for other plans.
         nodes: how the ranks lie on nodes, for plans with two hops.
+        is_captured: whether attention and routing are replayed from CUDA graphs, from the second step on.
     """
 
     plan: Plan | None = None
@@ -97,6 +99,7 @@ class Variant:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     plans_switch: bool = False
     nodes: Nodes | None = None
+    is_captured: bool = False
 
     @staticmethod
     def named(name: str) -> "Variant":
@@ -133,6 +136,7 @@ class Runner:
         self.config = transformer_config(work.size, work.num_ranks, work.bf16, **of_layers, **variant.config)
         model = _build(self.config, work.size, work.te)
         self.setup = _prepare(model, variant, work, self._stats)
+        self._graphs = ActiveGraphs(self.setup, lambda: variant.is_captured, num_warmup_steps=1)
         deferred = self.setup is not None and self.setup.delays_weight_grads
         self._parameters = dict(model.named_parameters())
         self._modules = tuple(model.modules())
@@ -200,7 +204,8 @@ class Runner:
             return losses
 
         with self._patches():
-            losses = run() if self.setup is None else self.setup.check_step(run)
+            setup = self.setup
+            losses = run() if setup is None else self._graphs.observe(lambda: setup.check_step(run))
         return [loss["loss"] for loss in losses]
 
     def finish_reductions(self) -> None:

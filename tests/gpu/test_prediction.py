@@ -24,12 +24,13 @@ OTHER_VERSIONS = 0.05
 @pytest.fixture(scope="module")
 def steps():
     from benchmarks.gpu.check.predict.recorded import record
+    from benchmarks.gpu.variants import Variant
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # there is nothing to compute but small maps of tokens
     try:
         with mock.patch.dict(os.environ), cpu_platform():
-            return {name: record(name, work()) for name in (STOCK, OURS)}
+            return {name: record(Variant.named(name), work()) for name in (STOCK, OURS)}
     finally:
         torch.set_num_threads(num_threads)
 

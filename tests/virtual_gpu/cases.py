@@ -43,6 +43,8 @@ FORWARD_GAPS = (
     *GAPS[2:],
 )
 """dWs that run in waits of the forward paired with their backward, and in a wait of the latter."""
+LATE_DW = Plan(ONE.segments, dw_window=100, gaps=(Gap("L2.c0.I.combine", ("W.output_layer",)),))
+"""All dWs but one run at the end of the backward pass."""
 EACH_LATE = (("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
 """Without a step in which no stream is late: a missing order shows in each step alike, see ``virtual_gpu/order.py``."""
 COMPUTE_LATE = (("compute",),)
@@ -156,6 +158,7 @@ CASES: dict[str, Case] = {
     "graphs/paired/gaps": paired_case(
         [paired(Plan(ONE.segments, dw_window=4, gaps=FORWARD_GAPS))], late=EACH_LATE[:3], is_captured=True
     ),
+    "graphs/paired/late-dw": Case([paired(LATE_DW)], SHARED, num_scheduled=5, late=COMM_LATE, is_captured=True),
     "graphs/switches": paired_case([ONE, TWO, PAIRED, MIX, paired(DEDUP)], switchable=True, is_captured=True),
     "paired/tensor-parallel": paired_case([PAIRED], SEQUENCE_PARALLEL, layout=TP, late=(("comm",),)),
 }

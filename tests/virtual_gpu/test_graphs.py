@@ -1,6 +1,7 @@
 """CUDA graphs on the virtual GPU: what a capture refuses, what a replay runs, and what is wrong without its rules."""
 
 import os
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -16,7 +17,7 @@ from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.virtual_gpu.case import Case, run
-from tests.virtual_gpu.cases import DDP_LATE, ONE, PAIRED, SHARED, SMALL, paired_case
+from tests.virtual_gpu.cases import DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, paired_case
 
 ROWS = torch.arange(8.0)
 
@@ -157,9 +158,10 @@ def test_replayed_steps_launch_less_and_run_the_same_kernels():
     assert found.graphs["num_graphs"] == 4  # two layers, forward and backward
     assert (found.graphs["num_replayed_micro_batches"], found.graphs["num_eager_micro_batches"]) == (6, 0)
     assert found.launches[0] < 0.7 * eager.launches[0]
-    copies = found.kernels[0] - eager.kernels[0]
-    assert set(copies) == {"copy_", "clone"}
-    assert not eager.kernels[0] - found.kernels[0]
+    more, less = (Counter(one) for one in (found.kernels[0], eager.kernels[0]))
+    assert set(more - less) == {"copy_", "clone", "cat"}
+    assert set(less - more) <= {"zeros"}  # where this test drops what Megatron has logged
+    assert found.kernels[0] == found.kernels[1]
 
 
 def test_losses_that_megatron_logs_equal_stocks():
@@ -169,6 +171,8 @@ def test_losses_that_megatron_logs_equal_stocks():
 
 
 def _without_copies_of_gradients(stack: ExitStack) -> None:
+    """Deferred dWs of the shared experts of the layer before keep the gradient of hidden states."""
+
     def replay(stock, block, grads):
         with replaced(torch.Tensor, "clone", lambda tensor: tensor.view_as(tensor)):
             return stock(block, grads)
@@ -198,7 +202,7 @@ def _one_pool(stack: ExitStack) -> None:
 
 
 DAMAGES = {
-    "gradients": (CASE, _without_copies_of_gradients),
+    "gradients": (Case([LATE_DW], {**SMALL, **SHARED}, is_captured=True), _without_copies_of_gradients),
     "slots": (PAIRS, _one_slot),
     "pools": (PAIRS, _one_pool),
 }
@@ -206,13 +210,14 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_broken_rule_of_replays_is_found(name):
-    try:
-        found = run(*DAMAGES[name])
-    except RuntimeError as error:  # a gather by numbers that are not defined
-        assert "out of bounds" in str(error)
+    case, damage = DAMAGES[name]
+    if case is PAIRS:
+        with pytest.raises(RuntimeError, match="out of bounds"):  # a gather by numbers that are not defined
+            run(case, damage)
     else:
+        found = run(case, damage)
         assert found.graphs["num_replayed_micro_batches"]
-        assert found.problems or found.largest_error > 1e-3
+        assert found.largest_error > 1e-3
 
 
 def test_pairs_equal_stock_with_a_slot_for_each_micro_batch_in_flight():

@@ -4,8 +4,9 @@ Between the end of the last layer's combine and the launch of the token counts e
 residual, norm and router. So the host launches one graph there in place of some fifty kernels, forward and backward.
 
 A graph reads and writes memory of its own, whose content changes with its next replay. The next forward in the same
-memory comes behind the backward and its dWs, so eager code gets the outputs themselves. It gets copies of what may be
-read later: gradients, which DDP reads on another stream, and the routing map, which a trace keeps until the step ends.
+memory comes behind the backward and its dWs, and the next backward behind DDP's reads, so eager code gets outputs and
+gradients of parameters themselves. It gets copies of what is read later: the gradient of hidden states, which deferred
+dWs of the layer before keep, and the routing map, which a trace keeps until the step ends.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,16 +130,13 @@ class CapturedBlock:
         """Captures the backward; linear layers compute their dWs in it."""
         ends = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
+        self._result = self._buffers.like("result", self._input)
         sources = self._input, *self._parameters
-        results = [self._buffers.like(f"result {index}", source) for index, source in enumerate(sources)]
         with self._pool.capture() as self._backward, _at_once(self._source.store) as self._deferred:
-            found = torch.autograd.grad(
-                list(ends.values()), sources, list(self._grads.values()), allow_unused=True, materialize_grads=False
-            )
-            for result, grad in zip(results, found, strict=True):
-                if grad is not None:
-                    result.copy_(grad)
-        self._results = [None if grad is None else result for result, grad in zip(results, found, strict=True)]
+            found = torch.autograd.grad(list(ends.values()), sources, list(self._grads.values()), allow_unused=True)
+            assert found[0] is not None
+            self._result.copy_(found[0])
+            self._joined = _joined_by_type(found[1:])
         # Without their nodes of the graph, whose saved tensors are gone.
         self._outputs = {name: tensor.detach() for name, tensor in self._outputs.items()}
 
@@ -173,7 +171,12 @@ class CapturedBlock:
         for weight in self._deferred:
             weight.put()
             weight.ran()
-        return [None if result is None else result.clone() for result in self._results]
+        found: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for joined, places in self._joined:
+            parts = joined.split([self._parameters[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part.view_as(self._parameters[place])
+        return [self._result.clone(), *found]
 
 
 class _Replay(torch.autograd.Function):
@@ -192,6 +195,16 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.block.replay_backward(grads)
+
+
+def _joined_by_type(grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, list[int]]]:
+    """Joins gradients of each type in a tensor, which no kernel has to read before the next replay."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, grad in enumerate(grads):
+        if grad is not None:
+            places.setdefault(grad.dtype, []).append(place)
+    flat = [None if grad is None else grad.flatten() for grad in grads]
+    return [(torch.cat([one for place in its if (one := flat[place]) is not None]), its) for its in places.values()]
 
 
 @contextmanager

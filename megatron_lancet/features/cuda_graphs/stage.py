@@ -5,6 +5,7 @@ the order of layers and backwards in reverse, whatever runs between them; so gra
 memory in the order of their capture, and graphs of two slots share none.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -128,7 +129,7 @@ class StageGraphs:
         assert self._like is not None
         hidden_SBH, rotary = x.hidden_sbH, list(_tensors(x.chunk.rotary_pos_emb))
         captured = list(_tensors(self._like.chunk.rotary_pos_emb))
-        has_rotary = len(rotary) == len(captured) and all(map(torch.Tensor.is_set_to, rotary, captured))
+        has_rotary = len(rotary) == len(captured) and all(map(operator.is_, rotary, captured))  # Megatron keeps it
         is_same_size = hidden_SBH.shape == self._like.shape and hidden_SBH.dtype == self._like.dtype
         return _is_plain(x.chunk) and is_same_size and has_rotary
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
-from megatron_lancet.testkit.virtual_gpu.log import HostWaits, Kernel
+from megatron_lancet.testkit.virtual_gpu.log import Entry, HostWaits, Kernel
 from megatron_lancet.testkit.virtual_gpu.memory import call_site, placed
 from megatron_lancet.testkit.virtual_gpu.operators import (
     Kind,
@@ -50,6 +50,13 @@ class MetaGpu(VirtualGpu):
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Does nothing: no memory is used again."""
+
+    def note(self, entry: Entry) -> None:
+        """Adds an entry to the log, or a kernel to the graph that is captured."""
+        if self.capture is not None and isinstance(entry, Kernel):
+            self.capture.note(entry)
+        else:
+            super().note(entry)
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, if they are known."""

@@ -29,6 +29,8 @@ VARIANTS = {
     "one chunk": Variant(PLANS["ours k=1"]),
     "two sequence chunks": Variant(fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)),
     "pairs": Variant(PLANS["pairs"]),
+    "one chunk, graphs": Variant(PLANS["ours k=1"], is_captured=True),
+    "pairs, graphs": Variant(PLANS["pairs"], is_captured=True),
 }
 _NUM_LAYERS = 4
 # With 16 experts a rank, as Qwen3-30B-A3B on eight, and kernels so small that the device is never behind.
@@ -65,7 +67,7 @@ def run(record: Recorder, place: Place) -> None:
 
 def _measure(record: Recorder, place: Place, name: str, variant: Variant, work: Work) -> None:
     runner = Runner(variant, work)
-    for _ in range(1 if place.is_rehearsal else _NUM_WARM_UP):
+    for _ in range(2 if place.is_rehearsal else _NUM_WARM_UP):
         _step(runner)
     times = CpuTimes()
     num_steps = 1 if place.is_rehearsal else _NUM_STEPS
@@ -138,7 +140,8 @@ def _launched_per_layer(runner: Runner, variant: Variant, work: Work, place: Pla
     """Kernels and copies of a layer and a micro-batch: the difference to a model with half as many layers."""
     num_layers = work.size.num_layers
     fewer = Runner(variant, replace(work, size=replace(work.size, num_layers=num_layers // 2)))
-    _step(fewer)
+    for _ in range(_NUM_WARM_UP):
+        _step(fewer)
     more, less = (_launched(one, place) for one in (runner, fewer))
     num_units = (num_layers - num_layers // 2) * work.num_micro_batches
     return {f"{kind}_per_layer": round((more[kind] - less[kind]) / num_units, 2) for kind in ("kernels", "copies")}

@@ -68,11 +68,12 @@ def predict(device: str, links: Sequence[str] = LINKS) -> dict[str, Any]:
         links: latency in us and bandwidth in GB/s each, as ``Link.parse`` reads them.
     """
     from benchmarks.gpu.check.predict.recorded import record
+    from benchmarks.gpu.variants import Variant
     from megatron_lancet.training.platform.cpu import cpu_platform
 
     torch.set_num_threads(1)
     with cpu_platform():
-        steps = {name: record(name, work()) for name in plans()}
+        steps = {name: record(Variant.named(name), work()) for name in plans()}
     commit, is_dirty = commit_of_checkout()
     return {
         "device": device,

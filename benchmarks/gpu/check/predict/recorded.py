@@ -71,8 +71,8 @@ class _Trace(MarkedTrace):
             yield
 
 
-def record(name: str, work: Work) -> Step:
-    """Records the second step of a variant. Enter it inside ``cpu_platform()``.
+def record(variant: Variant, work: Work) -> Step:
+    """Records the second step of a variant, or the third with graphs. Enter it inside ``cpu_platform()``.
 
     Raises:
         NotImplementedError: the host needs a value that a model without values does not have.
@@ -83,8 +83,9 @@ def record(name: str, work: Work) -> Step:
     no_scale = replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     with no_scale, gpu_without_values(work.num_ranks, supply, expert_model_parallel_size=work.num_ranks) as gpu:
         with around(variants, "_build", _on_meta):
-            runner = Runner(Variant.named(name), replace(work, device=torch.device("cuda")))
-        _run(gpu, runner)  # the first one makes caches and copies that later ones find
+            runner = Runner(variant, replace(work, device=torch.device("cuda")))
+        for _ in range(1 + variant.is_captured):  # the first one makes caches and copies that later ones find
+            _run(gpu, runner)
         setup, facts = runner.setup, None
         trace = _Trace(gpu)
         if setup is not None:

@@ -138,6 +138,11 @@ class Capture:
         self._graph.kernels.append(CapturedKernel(name, site, cost, reads, self._bytes_of(writes), run))
         return result
 
+    def note(self, kernel: Kernel) -> None:
+        """Adds a kernel without values."""
+        cost = kernel.flops, kernel.num_bytes
+        self._graph.kernels.append(CapturedKernel(kernel.name, call_site(), cost, (), (), lambda: None))
+
     def _bytes_of(self, tensors: Sequence[Any]) -> list[Bytes]:
         found = ((self._gpu.memory.allocation_of(tensor), span(tensor)) for tensor in tensors)
         return [(allocation, *covered) for allocation, covered in found if covered is not None]

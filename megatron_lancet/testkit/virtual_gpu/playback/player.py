@@ -24,6 +24,7 @@ from megatron_lancet.testkit.virtual_gpu.log import (
     CollectiveBegins,
     CollectiveEnds,
     Entry,
+    GraphLaunched,
     HostWaits,
     Kernel,
     Mark,
@@ -169,6 +170,8 @@ class _Player:
         self._link_us: defaultdict[str, float] = defaultdict(float)
         self._queue_of: dict[int, int] = {}
         self._in_collective: set[int] = set()
+        self._num_in_graph = 0
+        """Kernels of the last graph that are still to come: the host has launched them with it."""
         self._kernels: dict[int, Interval] = {}
         self._messages: list[PlayedMessage] = []
         self._on_wire: defaultdict[int, _InOrder] = defaultdict(_InOrder)
@@ -191,6 +194,9 @@ class _Player:
             case Kernel():
                 if entry.stream not in self._in_collective:
                     self._kernels[place] = self._run_kernel(entry)
+            case GraphLaunched():
+                self._host_us += self._device.launch_us
+                self._num_in_graph = entry.num_kernels
             case CollectiveBegins():
                 self._send(entry)
             case CollectiveEnds():
@@ -245,7 +251,10 @@ class _Player:
         return start_us
 
     def _run_kernel(self, kernel: Kernel) -> Interval:
-        self._host_us += self._device.launch_us
+        if self._num_in_graph:
+            self._num_in_graph -= 1
+        else:
+            self._host_us += self._device.launch_us
         start_us = self._starts_us(kernel.stream)
         alone_us = self._device.kernel_us(kernel.flops, kernel.num_bytes)
         if self._device.persistent and kernel.flops:
