@@ -68,8 +68,11 @@ class Priority(Feature):
     def plan_blockers(self, part: PlanPart, args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
         """Pairs under virtual stages."""
         wanted = config.of(CommPriorityFlags).comm_priority
-        is_interleaved = bool(args.virtual_pipeline_model_parallel_size)
-        if part is PlanPart.PAIRING and is_interleaved and wanted is not CommPriority.OFF:
+        if (
+            part is PlanPart.PAIRING
+            and wanted is not CommPriority.OFF
+            and bool(args.virtual_pipeline_model_parallel_size)
+        ):
             yield PlanBlocker(
                 f"with virtual stages {FLAG} {wanted} would count the all-to-alls of the forward paired with a "
                 "backward among the remaining all-to-alls of this backward",

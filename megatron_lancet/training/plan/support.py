@@ -127,10 +127,8 @@ _MODULES = (
 )
 _RETIRED = "retired by Megatron"
 _SAVED = "tied to what Megatron's own forward pass saves"
-_GRAPHS = (
-    "the size of a message is known only when token counts have arrived: no graph can hold the ops of a chunk, and "
-    "single parts of a layer are not captured either"
-)
+_GRAPHS = "the host must know the sizes of messages; [attention and routing](features/cuda_graphs.md) can be captured"
+_NO_GRAPHS = "pass --lancet-cuda-graphs attention in place of it, or drop it"
 _HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the full micro-batch"
 _NO_HOOKS = "drop it, it would save one chunk for the full micro-batch"
 
@@ -245,8 +243,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--distribute-saved-activations --cpu-offloading-num-layers", Topic.MEMORY, _SAVED),
     Unsupported("--fine-grained-activation-offloading --moe-paged-stash", Topic.MEMORY, _SAVED),
     # Megatron's validation turns the first two into the third, and deletes them.
-    Unsupported("--enable-cuda-graph --external-cuda-graph", Topic.MEMORY, _GRAPHS),
-    Unsupported("--cuda-graph-impl", Topic.MEMORY, _GRAPHS, refused=_graphs),
+    Unsupported("--enable-cuda-graph --external-cuda-graph", Topic.MEMORY, _GRAPHS, _NO_GRAPHS),
+    Unsupported("--cuda-graph-impl", Topic.MEMORY, _GRAPHS, _NO_GRAPHS, refused=_graphs),
     Unsupported("--save-activations-interval --save-dgrads-interval", Topic.MODEL, _HOOKS, _NO_HOOKS, even_zero=True),
     Unsupported("--save-tokens-per-expert-interval", Topic.MODEL, _HOOKS, _NO_HOOKS, even_zero=True),
 )

@@ -220,7 +220,7 @@ def test_broken_rule_of_replays_is_found(name):
         assert found.largest_error > 1e-3
 
 
-def test_pairs_equal_stock_with_a_slot_for_each_micro_batch_in_flight():
+def test_pairs_equal_stock_with_a_slot_for_each_in_flight():
     found = run(PAIRS)
     assert (found.problems, found.largest_error) == ([], 0.0)
     assert found.graphs["num_graphs"] == 3 * 4  # the next forward begins before the last layer's backward has ended
