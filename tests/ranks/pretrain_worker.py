@@ -2,7 +2,7 @@
 
 LANCET_TEST_RESULT names the file; the last rank writes it, which knows the losses also with pipeline stages;
 of a mocked world, the one rank that there is. LANCET_TEST_CAPABILITY is the major number of the compute capability
-that the tests' Transformer Engine sees.
+that the tests' Transformer Engine sees. With LANCET_TEST_GRAPHS the CPU has CUDA graphs.
 """
 
 import functools
@@ -34,6 +34,7 @@ if __name__ == "__main__":
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.
     from megatron_lancet.training.platform import detect
     from megatron_lancet.training.pretrain import main
+    from tests.features.cuda_graphs.graphs_worker import platform_with_graphs
 
     losses: list[dict[str, float]] = []
     classes: set[str] = set()
@@ -42,6 +43,8 @@ if __name__ == "__main__":
         if te_cpu.is_installed():
             capability = int(os.environ.get("LANCET_TEST_CAPABILITY", "9")), 0
             stack.enter_context(replaced(detect, "cpu_platform", functools.partial(te_cpu.te_platform, capability)))
+        if "LANCET_TEST_GRAPHS" in os.environ:
+            stack.enter_context(around(detect, "platform", platform_with_graphs))
         main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if "LANCET_TEST_RESULT" in os.environ and (last or "mock" in sys.argv):

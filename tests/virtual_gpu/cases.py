@@ -145,6 +145,7 @@ CASES: dict[str, Case] = {
     "paired/distributed-optimizer": paired_case([PAIRED], distributed_optimizer=True, late=NCCL_LATE),
     "graphs/k=1": Case([ONE], late=EACH_LATE, is_captured=True),
     "graphs/llama-like": Case([ONE], {**LLAMA, **SHARED, "gated_linear_unit": True}, is_captured=True),
+    "graphs/sdpa": Case([replace(ONE, fused_attention=True)], LLAMA, is_captured=True, late=COMPUTE_LATE),
     "graphs/mla": Case([ONE], MLA, is_captured=True),
     "graphs/bf16": Case([ONE], {"bf16": True}, is_captured=True),
     "graphs/dense-first-layer": Case([ONE], {"moe_layer_freq": [0, 1, 1], "mtp_num_layers": 1}, is_captured=True),

@@ -59,8 +59,10 @@ def test_message_that_leaves_before_its_rows_are_made_is_found(results, name):
 @pytest.mark.parametrize("name", ALL)
 def test_losses_and_gradients_equal_stocks_with_late_streams(results, check_gradients, name):
     case, found = ALL[name], results[name]
-    # On a GPU, GEMMs of parts of the rows do not have the bits of all rows.
-    is_exact = case.equals_stock and all(plan.num_chunks == 1 and not plan.has_tiles for plan in case.plans)
+    # On a GPU, GEMMs of parts of the rows do not have the bits of all rows. The fused attention is another kernel.
+    is_exact = case.equals_stock and all(
+        plan.num_chunks == 1 and not plan.has_tiles and not plan.fused_attention for plan in case.plans
+    )
     precision = "bf16" if case.overrides.get("bf16") else "fp32"
     tolerance = 0.0 if is_exact else TOLERANCE[precision]
     check_gradients(found["gradients"], tolerance, name, precision)

@@ -10,16 +10,18 @@ dWs of the layer before keep, and the routing map, which a trace keeps until the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import is_of_ddp
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 _OUTPUTS = ("hidden_sbH", "normed_sbH", "shared_input_sbH", "probs_tE", "routing_map_tE")
@@ -114,7 +116,7 @@ class CapturedBlock:
             like: what each micro-batch is alike.
         """
         x = ChunkState(like.chunk)
-        with _without_hooks(self._source.modules), self._pool.capture() as self._forward:
+        with _without_hooks(self._source.modules), _without_forks(), self._pool.capture() as self._forward:
             self._input = torch.empty(
                 like.shape,
                 dtype=like.dtype,
@@ -225,6 +227,11 @@ def _at_once(store: WeightGradStore) -> Iterator[list[DeferredWeight]]:
         yield weights
     finally:
         store.put_captured = None
+
+
+def _without_forks() -> AbstractContextManager[None]:
+    """Inside, Megatron's tracker sets no random state, which a capture forbids. Without dropout none is drawn from."""
+    return around(tensor_parallel_random.CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext())
 
 
 @contextmanager

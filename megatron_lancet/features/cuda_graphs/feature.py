@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
@@ -16,7 +17,7 @@ from megatron_lancet.features.cuda_graphs.limits import blockers, clear_megatron
 from megatron_lancet.features.cuda_graphs.stage import StageGraphs
 from megatron_lancet.flags import CheckedFlags, flag, words
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.plan.support import may_overlap
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, may_overlap
 from megatron_lancet.training.process.console import say
 
 FLAG = "--lancet-cuda-graphs"
@@ -61,6 +62,11 @@ class CudaGraphs(Feature):
         """Whether the user asks for graphs of the overlapping block."""
         return config.of(CudaGraphFlags).cuda_graphs is not GraphChoice.OFF
 
+    def missing_seams(self) -> Iterator[str]:
+        """The tracker of random states, which does nothing in a capture."""
+        if not hasattr(tensor_parallel_random.CudaRNGStatesTracker, "fork"):
+            yield "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"
+
     def normalize(self, args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
         """Maps Megatron's own flags; yields a line for each change."""
         scopes = megatrons_scopes(args)
@@ -71,9 +77,14 @@ class CudaGraphs(Feature):
                 yield f"--cuda-graph-impl {args.cuda_graph_impl} with {' '.join(scopes)} runs as {FLAG} attention"
                 clear_megatrons_flags(args)
                 setattr(args, _ASKED, True)
-        if self.is_asked(args, config) and args.create_attention_mask_in_dataloader and not args.reset_attention_mask:
+        if not self.is_asked(args, config):
+            return
+        if args.create_attention_mask_in_dataloader and not args.reset_attention_mask:
             args.create_attention_mask_in_dataloader = False
             yield "--no-create-attention-mask-in-dataloader is on: attention masks the future without a mask's tensor"
+        if args.transformer_impl == TRANSFORMER_ENGINE and not args.te_rng_tracker:
+            args.te_rng_tracker = True
+            yield "--te-rng-tracker is on, as Megatron needs it for CUDA graphs"
 
     def is_asked(self, args: argparse.Namespace, config: LancetConfig) -> bool:
         """Whether the user asks for graphs, by either flag."""
@@ -153,8 +164,13 @@ class ActiveGraphs(ActiveFeature):
 
     def _capture(self) -> None:
         before, start_s = torch.cuda.memory_reserved(), time.perf_counter()
-        for stage in self.stages:
-            stage.capture()
+        try:
+            for stage in self.stages:
+                stage.capture()
+        except RuntimeError as error:
+            raise UsageError(
+                f"a CUDA graph of attention and routing can't be captured: {error}. Drop {FLAG}."
+            ) from error
         torch.cuda.synchronize()
         self._capture_s = time.perf_counter() - start_s
         taken_mb = (torch.cuda.memory_reserved() - before) / 1e6

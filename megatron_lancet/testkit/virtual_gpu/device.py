@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_lancet.patching import replaced
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime import device
 from megatron_lancet.testkit.mock import mock_group
 from megatron_lancet.testkit.virtual_gpu import collectives
@@ -176,6 +176,11 @@ class VirtualGpu:
         """
         if self.capture is not None:
             raise CaptureError(f"{what} is not permitted while a stream is captured: {call_site()}")
+
+    def set_random_state(self, stock: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
+        """Sets the random state of the CPU, which stands for the GPU's."""
+        self.refuse_in_capture("a change of random states")
+        stock(state)
 
     def record_stream(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """As ``Tensor.record_stream``: memory is not used again before ``stream`` has passed this use."""
@@ -384,6 +389,7 @@ def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(gpu.transfers.explicit())
         stack.enter_context(kernels_of_cuda())
+        stack.enter_context(around(torch, "set_rng_state", gpu.set_random_state))
         stack.enter_context(replaced(CausalBias, "__new__", _plain_new))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *args: gpu.record_stream(*args)))
         stack.enter_context(replaced(device, "_is_cuda", lambda device: True))

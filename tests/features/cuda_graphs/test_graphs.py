@@ -11,6 +11,7 @@ import torch
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.cuda_graphs.block import CapturedBlock
 from megatron_lancet.features.cuda_graphs.stage import StageGraphs
+from megatron_lancet.model import transformer_layer
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
 from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
@@ -85,12 +86,13 @@ def test_backward_is_captured_behind_its_forward():
         lambda rows: rows.cpu(),
         lambda rows: rows + torch.ones(8),
         lambda rows: torch.cuda.synchronize(),
+        lambda rows: torch.set_rng_state(torch.get_rng_state()),
         lambda rows: torch.cuda.current_stream().record_event().synchronize(),
         lambda rows: torch.cuda.current_stream().record_event().query(),
         lambda rows: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),
         lambda rows: torch.cuda.current_stream().wait_stream(torch.cuda.Stream()),
     ],
-    ids=["item", "mask", "cpu", "host", "device", "event", "query", "fork", "join"],
+    ids=["item", "mask", "cpu", "host", "device", "random", "event", "query", "fork", "join"],
 )
 def test_capture_refuses_what_cuda_refuses(look):
     with watched():
@@ -254,6 +256,18 @@ def test_routing_maps_keep_their_values_behind_the_next_replay():
     run(CASE, keep)
     assert len({str(values) for _, values in maps}) > 1
     assert all(kept.tolist() == values for kept, values in maps)
+
+
+def test_capture_that_fails_is_refused_with_what_to_do():
+    def looking(stack: ExitStack) -> None:
+        def normed(stock, layer, hidden):
+            assert hidden.sum().item() or True
+            return stock(layer, hidden)
+
+        stack.enter_context(around(transformer_layer, "_norm", normed))
+
+    with pytest.raises(UsageError, match=r"can't be captured: _local_scalar_dense .* Drop --lancet-cuda-graphs\."):
+        run(CASE, looking)
 
 
 def test_hook_on_a_captured_module_is_refused():

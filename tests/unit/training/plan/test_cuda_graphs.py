@@ -102,6 +102,13 @@ def test_masks_of_the_data_loader_are_switched_off(parsed):
     assert not args.create_attention_mask_in_dataloader
 
 
+def test_tracker_of_random_states_is_the_one_for_graphs(parsed):
+    args = parsed("--transformer-impl transformer_engine")
+    assert "--te-rng-tracker is on" in changes(args, ON)
+    assert args.te_rng_tracker
+    assert "--te-rng-tracker" not in changes(parsed(), ON)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
