@@ -2,8 +2,8 @@
 
     python -m benchmarks.parts.graphs [--launch-us 4 8 16 48] [--link 10:350] [--output FILE.json]
 
-Four layers of Qwen3-30B-A3B as rank 0 of eight, four micro-batches of one sample of 4096 tokens, Megatron's local
-layers, on a virtual GPU without values. What a step enqueues is real; the device's time is a model's. Nothing is timed.
+Four layers of Qwen3-30B-A3B as rank 0 of eight, four micro-batches of two samples of 2048 tokens, Megatron's
+local layers, on a virtual GPU without values. What a step enqueues is real; the device's time is a model's. Nothing is timed.
 """
 
 import logging
@@ -26,10 +26,12 @@ VARIANTS = {
     "stock": Variant(),
     "one chunk": Variant(PLANS["ours k=1"]),
     "one chunk, graphs": Variant(PLANS["ours k=1"], is_captured=True),
+    "two chunks": Variant(PLANS["ours k=2"]),
+    "two chunks, graphs": Variant(PLANS["ours k=2"], is_captured=True),
     "pairs": Variant(PLANS["pairs"]),
     "pairs, graphs": Variant(PLANS["pairs"], is_captured=True),
 }
-SIZE = replace(SIZES["qwen3-like"], micro_batch=1)
+SIZE = replace(SIZES["qwen3-like"], micro_batch=2, seq_length=2048)
 NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 LAUNCHES_US = (4.0, 8.0, 16.0, 48.0)
 """The last one was measured on a virtual machine with an H200, Python and autograd included."""

@@ -160,6 +160,12 @@ CASES: dict[str, Case] = {
         [paired(Plan(ONE.segments, dw_window=4, gaps=FORWARD_GAPS))], late=EACH_LATE[:3], is_captured=True
     ),
     "graphs/paired/late-dw": Case([paired(LATE_DW)], SHARED, num_scheduled=5, late=COMM_LATE, is_captured=True),
+    "graphs/k=2": Case([TWO], SHARED, late=EACH_LATE[:3], is_captured=True),
+    "graphs/k=3/losses": Case([fixed_plan(3)], {"moe_z_loss_coeff": 1e-3}, is_captured=True),
+    "graphs/segments": Case(
+        [Plan((Segment(1, 1, 1), Segment(2, 3, 2)), dw_window=4)], late=COMM_LATE, is_captured=True
+    ),
+    "graphs/paired/k=2": paired_case([paired(TWO)], late=COMM_LATE, is_captured=True),
     "graphs/switches": paired_case([ONE, TWO, PAIRED, MIX, paired(DEDUP)], switchable=True, is_captured=True),
     "paired/tensor-parallel": paired_case([PAIRED], SEQUENCE_PARALLEL, layout=TP, late=(("comm",),)),
 }

@@ -1,1 +1,1 @@
-"""Attention and routing of layers in one chunk, captured in CUDA graphs."""
+"""Attention and routing of layers, captured in CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Attention and routing of a layer for one micro-batch in flight, captured in two CUDA graphs.
+"""Attention and routing of a layer for one chunk of a micro-batch in flight, captured in two CUDA graphs.
 
 Between the end of the last layer's combine and the launch of the token counts every shape is static: norm, attention,
 residual, norm and router. So the host launches one graph there in place of some fifty kernels, forward and backward.
@@ -24,8 +24,10 @@ from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
-_OUTPUTS = ("hidden_sbH", "normed_sbH", "shared_input_sbH", "probs_tE", "routing_map_tE")
+_OF_CHUNK = ("hidden_sbH", "normed_sbH", "shared_input_sbH", "probs_tE", "routing_map_tE")
 """The tensors of a chunk that attention and routing leave to the ops behind them."""
+_LOGITS = "logits_sbE"
+"""What they leave to the last chunk, whose balancing losses look at all tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class Inputs:
     """What replays have in common.
 
     Attributes:
-        shape: of hidden states, [S, B, H].
+        shape: of hidden states, [s, b, H].
         dtype: of hidden states.
-        chunk: an uncut micro-batch, with its rotary embedding.
+        chunk: the chunk, with its rotary embedding.
     """
 
     shape: torch.Size
@@ -83,12 +85,13 @@ class Source:
     """What is captured.
 
     Attributes:
-        run: runs attention and routing on a chunk that has its hidden states.
+        run: runs attention and routing on a chunk that has its hidden states. It takes the logits of all earlier chunks
+            with the last one, and returns those of another one, [s, b, E]; None of the only chunk.
         modules: the modules inside, with parameters of their own.
         store: receives the dWs of linear layers that defer them.
     """
 
-    run: Callable[[ChunkState], None]
+    run: Callable[[ChunkState, Sequence[torch.Tensor]], torch.Tensor | None]
     modules: Sequence[torch.nn.Module]
     store: WeightGradStore
 
@@ -99,9 +102,9 @@ class Source:
 
 
 class CapturedBlock:
-    """Attention and routing of one layer for one micro-batch in flight.
+    """Attention and routing of one layer for one chunk of one micro-batch in flight.
 
-    Capture all forwards of a pool in the order of layers, then all backwards in reverse.
+    Capture all forwards of a pool in the order in which they run, then all backwards in reverse.
     """
 
     def __init__(self, source: Source, pool: Pool, buffers: SharedBuffers) -> None:
@@ -109,57 +112,70 @@ class CapturedBlock:
         self._parameters = source.parameters
         self._deferred: list[DeferredWeight] = []
 
-    def capture_forward(self, like: Inputs) -> None:
+    @property
+    def logits(self) -> torch.Tensor:
+        """Logits of a chunk that is not the last one, [s, b, E]."""
+        return self._outputs[_LOGITS]
+
+    def capture_forward(self, like: Inputs, earlier: Sequence[torch.Tensor] = ()) -> None:
         """Captures the forward.
 
         Args:
-            like: what each micro-batch is alike.
+            like: what each chunk is alike.
+            earlier: logits of the earlier chunks, of the last one.
         """
         x = ChunkState(like.chunk)
+        device = next(self._source.modules[0].parameters()).device
         with _without_hooks(self._source.modules), _without_forks(), self._pool.capture() as self._forward:
-            self._input = torch.empty(
-                like.shape,
-                dtype=like.dtype,
-                device=next(self._source.modules[0].parameters()).device,
-                requires_grad=True,
-            )
-            x.hidden_sbH = self._input
-            self._source.run(x)
-        made = {name: getattr(x, name) for name in _OUTPUTS}
+            x.hidden_sbH = torch.empty(like.shape, dtype=like.dtype, device=device, requires_grad=True)
+            self._inputs = [x.hidden_sbH, *(torch.empty_like(one, requires_grad=True) for one in earlier)]
+            logits = self._source.run(x, self._inputs[1:])
+        made = {**{name: getattr(x, name) for name in _OF_CHUNK}, _LOGITS: logits}
         self._outputs = {name: tensor for name, tensor in made.items() if tensor is not None}
 
     def capture_backward(self) -> None:
         """Captures the backward; linear layers compute their dWs in it."""
         ends = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
-        self._result = self._buffers.like("result", self._input)
-        sources = self._input, *self._parameters
+        self._results = [self._buffers.like(f"result {index}", one) for index, one in enumerate(self._inputs)]
+        sources = *self._inputs, *self._parameters
         with self._pool.capture() as self._backward, _at_once(self._source.store) as self._deferred:
             found = torch.autograd.grad(list(ends.values()), sources, list(self._grads.values()), allow_unused=True)
-            assert found[0] is not None
-            self._result.copy_(found[0])
-            self._joined = _joined_by_type(found[1:])
+            for result, grad in zip(self._results, found, strict=False):
+                if grad is not None:
+                    result.copy_(grad)
+            self._joined = _joined_by_type(found[len(self._inputs) :])
+        self._has_grad = [grad is not None for grad in found[: len(self._inputs)]]
         # Without their nodes of the graph, whose saved tensors are gone.
         self._outputs = {name: tensor.detach() for name, tensor in self._outputs.items()}
 
-    def __call__(self, x: ChunkState) -> None:
-        """Runs the block on a chunk."""
+    def __call__(self, x: ChunkState, earlier: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
+        """Runs the block on a chunk; returns the logits of a chunk that is not the last one.
+
+        Args:
+            earlier: logits of the earlier chunks, of the last one.
+        """
+        assert x.hidden_sbH.shape == self._inputs[0].shape, "chunks of a run have one size each"
         for module in self._source.modules:
             for hook in module._forward_pre_hooks.values():  # DDP's, which waits for the module's gathered parameters
                 hook(module, ())
-        outputs = _Replay.apply(self, x.hidden_sbH, *self._parameters)
-        for name, output in zip(self._outputs, outputs, strict=True):
+        outputs = _Replay.apply(self, x.hidden_sbH, *earlier, *self._parameters)
+        made = dict(zip(self._outputs, outputs, strict=True))
+        logits: torch.Tensor | None = made.pop(_LOGITS, None)
+        for name, output in made.items():
             setattr(x, name, output)
+        return logits
 
-    def replay_forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs for these hidden states."""
-        self._input.detach().copy_(hidden_SBH)
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs for hidden states and earlier logits."""
+        for own, given in zip(self._inputs, inputs, strict=False):
+            own.detach().copy_(given)
         self._forward.replay()
         outputs = self._outputs.values()
         return tuple(output.detach() if output.is_floating_point() else output.clone() for output in outputs)
 
     def replay_backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of the hidden states and of the parameters; None where a dW is in ``main_grad`` already.
+        """The gradients of inputs and parameters; None where a dW is in ``main_grad`` already.
 
         Args:
             grads: of the outputs, in order; None for zeros.
@@ -178,19 +194,18 @@ class CapturedBlock:
             parts = joined.split([self._parameters[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
                 found[place] = part.view_as(self._parameters[place])
-        return [self._result.clone(), *found]
+        results = zip(self._results, self._has_grad, strict=True)
+        return [*(result.clone() if has_grad else None for result, has_grad in results), *found]
 
 
 class _Replay(torch.autograd.Function):
     """Runs a block; its parameters are inputs, so that autograd visits their accumulation nodes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, block: CapturedBlock, hidden_SBH: torch.Tensor, *_: torch.nn.Parameter
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, block: CapturedBlock, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.block = block
         ctx.set_materialize_grads(False)
-        outputs = block.replay_forward(hidden_SBH)
+        outputs = block.replay_forward(inputs)
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return outputs
 

@@ -1,4 +1,4 @@
-"""``--lancet-cuda-graphs``: replays attention and routing of layers in one chunk from CUDA graphs."""
+"""``--lancet-cuda-graphs``: replays attention and routing from CUDA graphs."""
 
 import argparse
 import time
@@ -14,7 +14,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts, SmallLaunch
 from megatron_lancet.features.cuda_graphs.limits import blockers, clear_megatrons_flags, megatrons_scopes
-from megatron_lancet.features.cuda_graphs.stage import StageGraphs
+from megatron_lancet.features.cuda_graphs.stage import StageGraphs, is_captured
 from megatron_lancet.flags import CheckedFlags, flag, words
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, may_overlap
@@ -33,7 +33,7 @@ class GraphChoice(StrEnum):
     OFF = "off"
     """Nothing."""
     ATTENTION = "attention"
-    """Attention and routing of layers in one chunk."""
+    """Attention and routing of layers in one chunk, or in chunks of samples."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class CudaGraphFlags(CheckedFlags):
         **words(GraphChoice),
         unmodelled="graphs are captured while training",
         unchecked="captured CUDA graphs, which need a GPU",
-        help="attention: capture norms, attention and router of each layer in one chunk in CUDA graphs, behind "
-        "--cuda-graph-warmup-steps steps under the final plan, so that the host launches less; Megatron's "
-        "--cuda-graph-impl with --cuda-graph-modules attn moe_router asks for the same. off (default): no graphs.",
+        help="attention: capture norms, attention and router of each layer with experts in CUDA graphs, behind "
+        "--cuda-graph-warmup-steps steps under the final plan, so that the host launches less; not in chunks of a "
+        "sequence. Megatron's --cuda-graph-impl with --cuda-graph-modules attn moe_router asks for the same. off "
+        "(default): no graphs.",
     )
 
 
@@ -105,8 +106,8 @@ class CudaGraphs(Feature):
             raise UsageError(f"{FLAG} does not work with {blocker}. Drop one of the two.")
         if not facts.plan_changes and not _captures_any(facts.plan):
             raise UsageError(
-                f"{FLAG} captures layers in one chunk, and the plan cuts micro-batches in all layers. Pass "
-                "--lancet-num-chunks 1, or drop the flag."
+                f"{FLAG} captures attention over whole sequences, and the plan cuts sequences in all layers. Pass "
+                "--lancet-chunk-dim batch or --lancet-num-chunks 1, or drop the flag."
             )
 
     def shrink(self, launch: SmallLaunch) -> None:
@@ -116,7 +117,7 @@ class CudaGraphs(Feature):
     def note(self, facts: RunFacts) -> str:
         """Says what is captured."""
         is_on = facts.plan is not None and self.is_asked(facts.args, facts.config)
-        return "; attention and routing of layers in one chunk are captured in CUDA graphs" if is_on else ""
+        return "; attention and routing are captured in CUDA graphs" if is_on else ""
 
     def start(self, run: Any) -> ActiveFeature | None:
         """Captures the run's layers."""
@@ -192,14 +193,16 @@ class ActiveGraphs(ActiveFeature):
         """One line: what was replayed."""
         found = report[KEY]
         if not found["num_graphs"]:
-            return ["CUDA graphs: none were captured, since no layer ran in one chunk for long enough"]
+            return [
+                "CUDA graphs: none were captured, since no layer ran uncut, or in chunks of samples, for long enough"
+            ]
         replayed, eager = found["num_replayed_micro_batches"], found["num_eager_micro_batches"]
         of_all = f"{replayed} of {replayed + eager} later micro-batches replayed"
         return [f"CUDA graphs: {found['num_graphs']} captured; {of_all}"]
 
 
 def _captures_any(plan: Plan) -> bool:
-    return any(segment.num_chunks == 1 for one in (plan, plan.at_ends) for segment in one.segments)
+    return any(is_captured(segment) for one in (plan, plan.at_ends) for segment in one.segments)
 
 
 CUDA_GRAPHS = CudaGraphs()

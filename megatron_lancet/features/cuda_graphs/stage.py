@@ -1,13 +1,13 @@
 """The captured blocks of a pipeline stage, and which of them a micro-batch takes.
 
 Each micro-batch in flight has a *slot*, a set of blocks with a memory pool of its own. Inside of a slot forwards run in
-the order of layers and backwards in reverse, whatever runs between them; so graphs of a slot may reuse each other's
+the order of the plan and backwards in reverse, whatever runs between them; so graphs of a slot may reuse each other's
 memory in the order of their capture, and graphs of two slots share none.
 """
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,41 @@ from megatron_lancet.model.transformer_block import LayersByPlan, SegmentForward
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import ChunkDim, Segment
 from megatron_lancet.schedule.turns import Compute
 
 ATTENTION, ROUTE = Compute(OpKind.ATTENTION), Compute(OpKind.ROUTE)
+
+type Blocks = Mapping[tuple[int, int], CapturedBlock]
+"""By number of the layer, and index of the chunk."""
+
+
+def is_captured(segment: Segment) -> bool:
+    """Whether attention and routing of a segment's layers can be captured: attention sees whole sequences."""
+    cuts_samples = segment.chunk_dim is ChunkDim.BATCH and segment.range.has_attention
+    return segment.num_chunks == 1 or cuts_samples
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of micro-batches through the stage: the segments of the middle of a step, or of its ends.
+
+    Attributes:
+        num_chunks: of each captured layer, by its number.
+    """
+
+    num_chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def first(self) -> int:
+        """Number of the first captured layer."""
+        return self.num_chunks[0][0]
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Yields layer, number of chunks and index of a chunk, in the order of forwards."""
+        for layer, num_chunks in self.num_chunks:
+            for index in range(num_chunks):
+                yield layer, num_chunks, index
 
 
 class StageGraphs:
@@ -42,11 +74,15 @@ class StageGraphs:
         """
         self.num_replayed = self.num_eager = 0
         self._layers: dict[int, tuple[OverlappingLayer, LayerOps]] = {}
+        self._ways: set[Way] = set()
+        self._like: dict[tuple[int, int], Inputs] = {}
+        """By number of chunks, and index of the chunk."""
         self._in_flight: set[int] = set()
         self._num_slots = 0
-        self._slots: list[Mapping[int, CapturedBlock]] = []
-        self._present: Mapping[int, CapturedBlock] | None = None
-        self._like: Inputs | None = None
+        self._slots: list[Mapping[Way, Blocks]] = []
+        self._present: Blocks | None = None
+        self._logits: dict[int, list[torch.Tensor]] = {}
+        """Of the chunks so far of the present micro-batch, by layer."""
         block.segments = list(self._with_own_ops(block.segments))
         block.end_segments = list(self._with_own_ops(block.end_segments))
         self._block, self._installed = block, block.segments
@@ -59,17 +95,21 @@ class StageGraphs:
     @property
     def num_graphs(self) -> int:
         """Graphs that were captured."""
-        return 2 * sum(map(len, self._slots))
+        return 2 * sum(len(blocks) for slot in self._slots for blocks in slot.values())
 
     def _with_own_ops(self, segments: Sequence[SegmentForward]) -> Iterator[SegmentForward]:
-        whole = [one for one in segments if one.segment.num_chunks == 1]
-        captured = {n: (layer, one.ops) for one in whole for n, layer in one.layers.items() if _has_block(layer)}
-        self._layers |= captured
+        num_chunks = {}
+        for one in filter(lambda one: is_captured(one.segment), segments):
+            for number, layer in one.layers.items():
+                if _has_block(layer):
+                    num_chunks[number] = one.segment.num_chunks
+                    self._layers[number] = layer, one.ops
+        way = Way(tuple(sorted(num_chunks.items())))
         for one in segments:
-            if captured.keys().isdisjoint(one.layers):
+            if num_chunks.keys().isdisjoint(one.layers):
                 yield one
             else:
-                run = partial(self._attention, one.ops, min(captured))
+                run = partial(self._attention, one.ops, way)
                 yield replace(one, ops={**one.ops, ATTENTION: run, ROUTE: partial(self._route, one.ops)})
 
     def begin_step(self) -> None:
@@ -78,30 +118,38 @@ class StageGraphs:
 
     def capture(self) -> None:
         """Captures the blocks of as many micro-batches as were in flight so far. Call between steps."""
-        if self._like is None:  # no micro-batch could be captured
-            return
         stream, buffers = torch.cuda.Stream(), SharedBuffers()
         for _ in range(self._num_slots):
             pool = Pool(torch.cuda.graph_pool_handle(), stream)
-            blocks = {
-                number: CapturedBlock(_source(*self._layers[number]), pool, buffers) for number in sorted(self._layers)
-            }
-            for block in blocks.values():
-                block.capture_forward(self._like)
-            for block in reversed(blocks.values()):
-                block.capture_backward()
-            self._slots.append(blocks)
+            self._slots.append({way: self._captured(way, pool, buffers) for way in self._ways})
 
-    def _attention(self, eager: LayerOps, first: int, layer: OverlappingLayer, x: ChunkState) -> None:
+    def _captured(self, way: Way, pool: Pool, buffers: SharedBuffers) -> Blocks:
+        blocks: dict[tuple[int, int], CapturedBlock] = {}
+        for layer, num_chunks, index in way.places():
+            block = blocks[layer, index] = CapturedBlock(_source(*self._layers[layer]), pool, buffers)
+            is_last = index == num_chunks - 1
+            earlier = [blocks[layer, one].logits for one in range(index)] if is_last else []
+            block.capture_forward(self._like[num_chunks, index], earlier)
+        for block in reversed(blocks.values()):
+            block.capture_backward()
+        return blocks
+
+    def _attention(self, eager: LayerOps, way: Way, layer: OverlappingLayer, x: ChunkState) -> None:
         if not _has_block(layer):
             eager[ATTENTION](layer, x)
             return
-        if layer.number == first:
-            self._begin_micro_batch(x)
+        if layer.number == way.first and x.chunk.index == 0:
+            self._begin_micro_batch(way, x)
         if self._present is None:
+            if not self._slots and _is_plain(x.chunk):
+                like = Inputs(x.hidden_sbH.shape, x.hidden_sbH.dtype, x.chunk)
+                self._like[x.chunk.num_chunks, x.chunk.index] = like
             eager[ATTENTION](layer, x)
-        else:
-            self._present[layer.number](x)
+            return
+        earlier = self._logits.pop(layer.number, []) if x.chunk.is_last else []
+        logits = self._present[layer.number, x.chunk.index](x, earlier)
+        if logits is not None:
+            self._logits.setdefault(layer.number, []).append(logits)
 
     def _route(self, eager: LayerOps, layer: OverlappingLayer, x: ChunkState) -> None:
         if self._present is None or not _has_block(layer):
@@ -109,28 +157,28 @@ class StageGraphs:
         else:
             x.routed = ReadyEvent(x.routing_map_tE)
 
-    def _begin_micro_batch(self, x: ChunkState) -> None:
-        """Gives a micro-batch the first slot that is free until its backward has passed this layer."""
+    def _begin_micro_batch(self, way: Way, x: ChunkState) -> None:
+        """Gives a micro-batch the first slot that is free until its backward has passed this layer's first chunk."""
         slot = next(n for n in range(len(self._in_flight) + 1) if n not in self._in_flight)
         self._in_flight.add(slot)
         x.hidden_sbH = _AtBackward.apply(x.hidden_sbH, partial(self._in_flight.discard, slot))
+        self._logits.clear()
         if not self._slots:
-            self._num_slots = max(self._num_slots, slot + 1)
             if _is_plain(x.chunk):
-                self._like = Inputs(x.hidden_sbH.shape, x.hidden_sbH.dtype, x.chunk)
+                self._num_slots = max(self._num_slots, slot + 1)
+                self._ways.add(way)
             return
-        fits = slot < len(self._slots) and self._is_alike(x)
-        self._present = self._slots[slot] if fits else None
+        fits = slot < len(self._slots) and way in self._slots[slot] and self._is_alike(x)
+        self._present = self._slots[slot][way] if fits else None
         self.num_replayed += fits
         self.num_eager += not fits
 
     def _is_alike(self, x: ChunkState) -> bool:
-        """Whether a micro-batch has the shapes, and the inputs besides its hidden states, that were captured."""
-        assert self._like is not None
-        hidden_SBH, rotary = x.hidden_sbH, list(_tensors(x.chunk.rotary_pos_emb))
-        captured = list(_tensors(self._like.chunk.rotary_pos_emb))
+        """Whether a chunk has the shape, and the inputs besides its hidden states, that were captured."""
+        like = self._like[x.chunk.num_chunks, x.chunk.index]
+        rotary, captured = (list(_tensors(chunk.rotary_pos_emb)) for chunk in (x.chunk, like.chunk))
         has_rotary = len(rotary) == len(captured) and all(map(operator.is_, rotary, captured))  # Megatron keeps it
-        is_same_size = hidden_SBH.shape == self._like.shape and hidden_SBH.dtype == self._like.dtype
+        is_same_size = x.hidden_sbH.shape == like.shape and x.hidden_sbH.dtype == like.dtype
         return _is_plain(x.chunk) and is_same_size and has_rotary
 
 
@@ -138,14 +186,14 @@ class _AtBackward(torch.autograd.Function):
     """Identity whose backward calls a function."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_SBH: torch.Tensor, call: Any) -> torch.Tensor:
+    def forward(ctx: Any, hidden_sbH: torch.Tensor, call: Any) -> torch.Tensor:
         ctx.call = call
-        return hidden_SBH.view_as(hidden_SBH)
+        return hidden_sbH.view_as(hidden_sbH)
 
     @staticmethod
-    def backward(ctx: Any, grad_SBH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad_sbH: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.call()
-        return grad_SBH, None
+        return grad_sbH, None
 
 
 def _has_block(layer: OverlappingLayer) -> bool:
@@ -154,13 +202,16 @@ def _has_block(layer: OverlappingLayer) -> bool:
 
 
 def _source(layer: OverlappingLayer, ops: LayerOps) -> Source:
-    stock = layer.stock
+    stock, router = layer.stock, layer.stock.mlp.router
 
-    def run(x: ChunkState) -> None:
+    def run(x: ChunkState, earlier: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        router.earlier = [(logits, None) for logits in earlier]
         ops[ATTENTION](layer, x)
         ops[ROUTE](layer, x)
+        kept, router.earlier = router.earlier, []
+        return kept[-1][0] if kept else None
 
-    parts = stock.input_layernorm, stock.self_attention, stock.pre_mlp_layernorm, stock.mlp.router
+    parts = stock.input_layernorm, stock.self_attention, stock.pre_mlp_layernorm, router
     modules = [
         module
         for part in parts
@@ -172,7 +223,7 @@ def _source(layer: OverlappingLayer, ops: LayerOps) -> Source:
 
 
 def _is_plain(chunk: Chunk) -> bool:
-    """Whether a micro-batch has no inputs but its hidden states and a rotary embedding."""
+    """Whether a chunk has no inputs but its hidden states and a rotary embedding."""
     others = chunk.attention_mask, chunk.attention_bias, chunk.documents, chunk.padding_mask
     return all(other is None for other in others)
 

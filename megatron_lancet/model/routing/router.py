@@ -72,11 +72,12 @@ class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
     Attributes:
+        earlier: logits and padding masks of the micro-batch's chunks so far.
         local_experts: numbers of the experts of this rank, in order; None where they are Megatron's.
         further_loss: a loss next to Megatron's; None without one.
     """
 
-    _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
+    earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
     _further_loss: RouterLoss | None = None
 
@@ -98,7 +99,7 @@ class ChunkedTopKRouter(TopKRouter):
         Args:
             documents: the documents of the micro-batch; None where a sample is one.
         """
-        self._earlier = []
+        self.earlier = []
         self._documents = documents
 
     def forward(
@@ -121,7 +122,7 @@ class ChunkedTopKRouter(TopKRouter):
         self._maintain_float32_expert_bias()
         logits_sbE = _ContiguousGrad.apply(self.gating(input))
         if not chunk.is_last:
-            self._earlier.append((logits_sbE, chunk.padding_mask))
+            self.earlier.append((logits_sbE, chunk.padding_mask))
             probs, routing_map = self._route_tokens(logits_sbE)
         else:
             probs, routing_map = self._route_last_chunk(logits_sbE, chunk)
@@ -229,8 +230,8 @@ class ChunkedTopKRouter(TopKRouter):
 
     def _route_last_chunk(self, logits_sbE: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes the chunk that completes the micro-batch and attaches the micro-batch's losses to it."""
-        logits, masks = zip(*self._earlier, (logits_sbE, chunk.padding_mask), strict=True)
-        self._earlier = []
+        logits, masks = zip(*self.earlier, (logits_sbE, chunk.padding_mask), strict=True)
+        self.earlier = []
         all_SBE = torch.cat(logits, dim=chunk.dim)
         padding_T = None if chunk.padding_mask is None else torch.cat(masks, dim=chunk.dim).reshape(-1)
         seq_length, micro_batch_size, num_experts = all_SBE.shape

@@ -18,7 +18,7 @@ from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.virtual_gpu.case import Case, run
-from tests.virtual_gpu.cases import DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, paired_case
+from tests.virtual_gpu.cases import DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, TWO, paired_case
 
 ROWS = torch.arange(8.0)
 
@@ -166,6 +166,14 @@ def test_replayed_steps_launch_less_and_run_the_same_kernels():
     assert found.kernels[0] == found.kernels[1]
 
 
+def test_host_launches_of_two_chunks_fall_by_a_third():
+    """In this model; by half in ``benchmarks/parts/graphs.py``, whose experts are one kernel."""
+    eager = run(Case([TWO], SMALL))
+    found = run(Case([TWO], SMALL, is_captured=True))
+    assert found.graphs["num_graphs"] == 8  # two layers, two chunks, forward and backward
+    assert found.launches[0] < 0.67 * eager.launches[0]
+
+
 def test_losses_that_megatron_logs_equal_stocks():
     found = run(CASE)
     assert found.logged == 0.0
@@ -185,9 +193,9 @@ def _without_copies_of_gradients(stack: ExitStack) -> None:
 def _one_slot(stack: ExitStack) -> None:
     """Two micro-batches in flight take the same blocks."""
 
-    def begin(stock, stage, x):
+    def begin(stock, stage, *args):
         stage._in_flight.clear()
-        stock(stage, x)
+        stock(stage, *args)
 
     stack.enter_context(around(StageGraphs, "_begin_micro_batch", begin))
 
@@ -249,8 +257,8 @@ def test_routing_maps_keep_their_values_behind_the_next_replay():
     def keep(stack: ExitStack) -> None:
         stack.enter_context(around(CapturedBlock, "__call__", called))
 
-    def called(stock, block, x):
-        stock(block, x)
+    def called(stock, block, x, *earlier):
+        stock(block, x, *earlier)
         maps.append((x.routing_map_tE, x.routing_map_tE.tolist()))
 
     run(CASE, keep)

@@ -70,6 +70,7 @@ CASES: dict[str, Variant] = {
     **{name: Variant(PLANS[name]) for name in ("ours k=4", "experts k=2", "experts k=4")},
     "sequence in pairs": Variant(paired(_SEQUENCE)),
     "graphs": Variant(PLANS["ours k=1"], is_captured=True),
+    "graphs in chunks": Variant(PLANS["ours k=2"], is_captured=True),
     "graphs in pairs": Variant(PLANS["pairs"], is_captured=True),
 }
 """Plans by name, in the order of their value."""

@@ -30,6 +30,7 @@ VARIANTS = {
     "two sequence chunks": Variant(fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)),
     "pairs": Variant(PLANS["pairs"]),
     "one chunk, graphs": Variant(PLANS["ours k=1"], is_captured=True),
+    "two chunks, graphs": Variant(PLANS["ours k=2"], is_captured=True),
     "pairs, graphs": Variant(PLANS["pairs"], is_captured=True),
 }
 _NUM_LAYERS = 4

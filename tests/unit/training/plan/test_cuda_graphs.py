@@ -14,7 +14,7 @@ from megatron_lancet.features.cuda_graphs.feature import CUDA_GRAPHS, CudaGraphF
 from megatron_lancet.features.cuda_graphs.limits import blockers
 from megatron_lancet.features.shortcut.feature import ShortcutFlags
 from megatron_lancet.lab.dry_run.run import examine
-from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.configs import config_with
@@ -159,11 +159,13 @@ def test_run_without_a_gpu_or_a_plan_is_refused(parsed):
 
 
 def test_fixed_plan_that_cuts_all_layers_is_refused(parsed):
-    with pytest.raises(UsageError, match="Pass --lancet-num-chunks 1"):
-        CUDA_GRAPHS.check(RunFacts(parsed(), ON, TWO, device=GPU))
+    sequence = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+    with pytest.raises(UsageError, match="Pass --lancet-chunk-dim batch or --lancet-num-chunks 1"):
+        CUDA_GRAPHS.check(RunFacts(parsed(), ON, sequence, device=GPU))
     for facts in (
         RunFacts(parsed(), ON, paired(ONE, TWO), device=GPU),
-        RunFacts(parsed(), ON, TWO, plan_changes=True, device=GPU),
+        RunFacts(parsed(), ON, TWO, device=GPU),
+        RunFacts(parsed(), ON, sequence, plan_changes=True, device=GPU),
         RunFacts(parsed(), ON, ONE, is_dry_run=True),
     ):
         CUDA_GRAPHS.check(facts)
