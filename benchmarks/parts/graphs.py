@@ -2,8 +2,8 @@
 
     python -m benchmarks.parts.graphs [--launch-us 4 8 16 48] [--link 10:350] [--output FILE.json]
 
-Four layers of Qwen3-30B-A3B as rank 0 of eight, four micro-batches of two samples of 2048 tokens, Megatron's
-local layers, on a virtual GPU without values. What a step enqueues is real; the device's time is a model's. Nothing is timed.
+Four layers of Qwen3-30B-A3B as rank 0 of eight, four micro-batches of two samples of 2048 tokens, Megatron's local
+layers, on a virtual GPU without values. What a step enqueues is real; the device's time is a model's. Nothing is timed.
 """
 
 import logging
