@@ -104,6 +104,11 @@ class CudaGraphs(Feature):
             raise UsageError(f"{FLAG} needs a GPU, and this machine has none. Drop the flag.")
         for blocker in blockers(facts.args, facts.config):
             raise UsageError(f"{FLAG} does not work with {blocker}. Drop one of the two.")
+        if not facts.plan_changes and not facts.plan.delays_weight_grads:
+            raise UsageError(
+                f"{FLAG} needs the store of deferred weight gradients, and the plan defers none (dw=none). Pass "
+                "--lancet-dw-policy fill, or drop the flag."
+            )
         if not facts.plan_changes and not _captures_any(facts.plan):
             raise UsageError(
                 f"{FLAG} captures attention over whole sequences, and the plan cuts sequences in all layers. Pass "
@@ -141,11 +146,6 @@ class ActiveGraphs(ActiveFeature):
         self._num_eager_steps = max(1, num_warmup_steps)
         self._num_steps = 0
         self._capture_s = 0.0
-
-    def adopt(self, stages: Sequence[Any], comm: Any) -> None:
-        """Refuses a model without a store of dWs."""
-        if comm.store is None:
-            raise UsageError(f"{FLAG} does not work with --lancet-dw-policy none. Drop one of the two.")
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Captures before the step whose turn it is."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import PlanPart
-from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training.plan.support import own_samples
 
 _CAPTURED = {"attn", "moe_router", "moe_preprocess"}
@@ -65,8 +64,6 @@ def blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
     if others:
         yield f"--moe-router-load-balancing-type {' '.join(sorted(others))} (it needs a collective, or the host)"
     yield from _inputs(args, config)
-    if config.dw_policy is DwPolicy.NONE:
-        yield "--lancet-dw-policy none (reports of dWs go through their store)"
     for feature in config.features:
         for blocker in feature.plan_blockers(PlanPart.CUDA_GRAPHS, args, config):
             yield blocker.reason

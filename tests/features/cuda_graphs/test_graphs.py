@@ -190,6 +190,21 @@ def _without_copies_of_gradients(stack: ExitStack) -> None:
     stack.enter_context(around(CapturedBlock, "replay_backward", replay))
 
 
+def _replayed_twice(stack: ExitStack) -> None:
+    """A backward adds its dWs to the gradient once more."""
+
+    def replay(stock, block, grads):
+        stock(block, grads)
+        return stock(block, grads)
+
+    stack.enter_context(around(CapturedBlock, "replay_backward", replay))
+
+
+def _without_inputs(stack: ExitStack) -> None:
+    """A forward runs on the hidden states of the micro-batch before."""
+    stack.enter_context(around(CapturedBlock, "replay_forward", lambda stock, block, _: stock(block, ())))
+
+
 def _one_slot(stack: ExitStack) -> None:
     """Two micro-batches in flight take the same blocks."""
 
@@ -213,6 +228,8 @@ def _one_pool(stack: ExitStack) -> None:
 
 DAMAGES = {
     "gradients": (Case([LATE_DW], {**SMALL, **SHARED}, is_captured=True), _without_copies_of_gradients),
+    "twice": (CASE, _replayed_twice),
+    "inputs": (CASE, _without_inputs),
     "slots": (PAIRS, _one_slot),
     "pools": (PAIRS, _one_pool),
 }
@@ -221,8 +238,8 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_broken_rule_of_replays_is_found(name):
     case, damage = DAMAGES[name]
-    if case is PAIRS:
-        with pytest.raises(RuntimeError, match="out of bounds"):  # a gather by numbers that are not defined
+    if case is PAIRS or name == "twice":
+        with pytest.raises(RuntimeError, match="out of bounds"):  # a gather by numbers of another tensor
             run(case, damage)
     else:
         found = run(case, damage)

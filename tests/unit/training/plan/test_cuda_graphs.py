@@ -138,12 +138,14 @@ def test_what_cannot_be_captured_is_refused(parsed, flags, named):
     assert named in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "config", [config_with(ShortcutFlags(shortcut_moe=True)), config_with(dw_policy=DwPolicy.NONE)]
-)
-def test_own_flags_that_cannot_be_captured_are_named(parsed, config):
-    (found,) = blockers(parsed(), config)
-    assert found.startswith(("--lancet-shortcut-moe", "--lancet-dw-policy none"))
+def test_wiring_that_cannot_be_captured_is_named(parsed):
+    (found,) = blockers(parsed(), config_with(ShortcutFlags(shortcut_moe=True)))
+    assert found.startswith("--lancet-shortcut-moe")
+
+
+def test_fixed_plan_that_defers_nothing_is_refused(parsed):
+    with pytest.raises(UsageError, match=r"defers none \(dw=none\). Pass --lancet-dw-policy fill"):
+        CUDA_GRAPHS.check(RunFacts(parsed(), ON, fixed_plan(1, DwPolicy.NONE), device=GPU))
 
 
 def test_recompute_of_experts_is_captured_around(parsed):
