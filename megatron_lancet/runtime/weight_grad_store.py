@@ -328,12 +328,13 @@ class WeightGradStore:
             self._run(tasks.pop(0))  # the list would keep the dW's tensors alive
 
     def _run(self, task: _Task) -> None:
-        weight_bytes = sum(weight.num_bytes for weight in task.weights)
-        gap = (
-            nullcontext() if self.trace is None else self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes)
-        )
-        with torch.no_grad(), gap:
-            task.compute()
+        with torch.no_grad():
+            if self.trace is None:
+                task.compute()
+            else:
+                weight_bytes = sum(weight.num_bytes for weight in task.weights)
+                with self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes):
+                    task.compute()
         for weight in task.weights:
             weight.ran()
 

@@ -250,6 +250,7 @@ MUTANT_CASES: dict[str, Case | Program] = {
     "rounds": Case([ONE], SMALL, max_rows=40, equals_stock=False),
     # Several messages wait for the same counts.
     "tiles": Case(TILES[:1], SMALL),
+    "graphs": Case([ONE], SMALL, late=COMPUTE_LATE, is_captured=True),
     "tiles-in-chunks": Case(TILES[1:], SMALL),
     **PROGRAMS,
 }

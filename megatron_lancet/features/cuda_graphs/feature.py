@@ -152,8 +152,6 @@ class ActiveGraphs(ActiveFeature):
         if not self._is_settled():
             return step()
         if not self.stages or not all(stage.is_installed for stage in self.stages):
-            if self.stages:
-                torch.cuda.synchronize()  # the last step's replays may still run
             self.stages = [StageGraphs(stage.decoder) for stage in self._setup.stages]
             self._num_steps = 0
         elif self._num_steps == self._num_eager_steps:
@@ -172,7 +170,6 @@ class ActiveGraphs(ActiveFeature):
             raise UsageError(
                 f"a CUDA graph of attention and routing can't be captured: {error}. Drop {FLAG}."
             ) from error
-        torch.cuda.synchronize()
         self._capture_s = time.perf_counter() - start_s
         taken_mb = (torch.cuda.memory_reserved() - before) / 1e6
         num_graphs = sum(stage.num_graphs for stage in self.stages)

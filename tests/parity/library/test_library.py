@@ -25,8 +25,9 @@ NEAR = {
 }
 PACKED, OFF, TUNED = "packed in chunks", "off", "tuned"
 TUNING = {"cache": "off", "tune_steps": 2, "dispatch": "plain", "pairing": "off", "attention": "stock"}
-TOLERANCE = 5e-6
-"""Chunks sum in another order; the first step's gradients are within 2e-6, later weights differ by the optimizer's."""
+TOLERANCE = 1e-5
+"""Twice the largest difference that was measured, 5.0e-6 on an AMD EPYC: chunks sum in another order. The first step's
+gradients are within 2e-6, later weights differ by the optimizer's."""
 
 
 @pytest.fixture(scope="module")

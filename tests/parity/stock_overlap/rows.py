@@ -112,7 +112,7 @@ ROWS = {
     ),
     "reason: CUDA graphs": Row(
         f"{EP2} {OWN} --delay-wgrad-compute --cuda-graph-impl transformer_engine "
-        "--cuda-graph-modules attn moe_router moe_preprocess",
+        "--cuda-graph-modules moe_router moe_preprocess",
         is_off=False,
         only_warms_up=True,
     ),

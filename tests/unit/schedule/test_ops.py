@@ -33,6 +33,8 @@ SPELLED_ELSEWHERE = {
     "planning/sizes/saved_tensors.py": {"mlp", "shared_experts"},  # the same
     "lab/check/shrink.py": {"mlp", "shared_experts"},  # the same
     "lab/estimate/layer_parts.py": {"mlp", "shared_experts"},  # the same
+    "features/cuda_graphs/limits.py": {"mlp", "shared_experts"},  # the same
+    "features/cuda_graphs/feature.py": {"attention"},  # a value of --lancet-cuda-graphs
     # Values of --lancet-range: what runs in chunks.
     "schedule/plan.py": {str(OverlapRange.EXPERTS)},
     "profiler/facts.py": {"experts"},  # a word of a profile's name
