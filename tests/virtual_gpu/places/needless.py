@@ -90,6 +90,12 @@ NEEDLESS: dict[tuple[str, ...], str] = {
         "recorded when the function begins",
     ): "DDP scales and checks gradients before it opens the coalescing manager. Inside, nothing is enqueued.",
     (
+        "features/cuda_graphs/stage.py",
+        "StageGraphs._route",
+        "x.routed = ReadyEvent(x.routing_map_tE)",
+        "recorded when the function begins",
+    ): "The op before has replayed the graph and copied the map. Here nothing is enqueued.",
+    (
         "runtime/all_to_all.py",
         "AllToAll._launch_backward",
         "if self._comm.scheduler is not None:",
