@@ -34,7 +34,6 @@ if __name__ == "__main__":
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.
     from megatron_lancet.training.platform import detect
     from megatron_lancet.training.pretrain import main
-    from tests.features.cuda_graphs.graphs_worker import platform_with_graphs
 
     losses: list[dict[str, float]] = []
     classes: set[str] = set()
@@ -44,6 +43,8 @@ if __name__ == "__main__":
             capability = int(os.environ.get("LANCET_TEST_CAPABILITY", "9")), 0
             stack.enter_context(replaced(detect, "cpu_platform", functools.partial(te_cpu.te_platform, capability)))
         if "LANCET_TEST_GRAPHS" in os.environ:
+            from tests.features.cuda_graphs.graphs_worker import platform_with_graphs
+
             stack.enter_context(around(detect, "platform", platform_with_graphs))
         main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1

@@ -1,12 +1,12 @@
 """Attention and routing of a layer for one chunk of a micro-batch in flight, captured in two CUDA graphs.
 
-Between the end of the last layer's combine and the launch of the token counts every shape is static: norm, attention,
-residual, norm and router. So the host launches one graph there in place of some fifty kernels, forward and backward.
+Between the combine of one layer and the token counts of the next, every shape is static: norm, attention, residual,
+norm and router. The host launches one graph there in place of some fifty kernels, in the forward and in the backward.
 
-A graph reads and writes memory of its own, whose content changes with its next replay. The next forward in the same
-memory comes behind the backward and its dWs, and the next backward behind DDP's reads, so eager code gets outputs and
-gradients of parameters themselves. It gets copies of what is read later: the gradient of hidden states, which deferred
-dWs of the layer before keep, and the routing map, which a trace keeps until the step ends.
+A graph reads and writes its own memory, which its next replay overwrites. The next forward in the same memory starts
+after the backward and its dWs, and the next backward after DDP's reads, so outputs and gradients of parameters are
+handed out without a copy. Two tensors are copied because they are read later: the gradient of hidden states, which
+deferred dWs of the previous layer keep, and the routing map, which a trace keeps until the step ends.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 _OF_CHUNK = ("hidden_sbH", "normed_sbH", "shared_input_sbH", "probs_tE", "routing_map_tE")
-"""The tensors of a chunk that attention and routing leave to the ops behind them."""
+"""The outputs of attention and routing, as attributes of :class:`ChunkState`."""
 _LOGITS = "logits_sbE"
-"""What they leave to the last chunk, whose balancing losses look at all tokens."""
+"""Name of the router logits of a chunk. The balancing losses of the last chunk use the logits of all chunks."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory of graphs that are replayed one after the other, in the order in which they were captured.
+    """Memory of graphs that are replayed in the order of their capture.
 
     Attributes:
-        handle: of torch's private memory pool.
-        stream: on which graphs are captured.
+        handle: torch's private memory pool.
+        stream: the stream on which graphs are captured.
     """
 
     handle: Any
@@ -52,13 +52,13 @@ class Pool:
 
 
 class SharedBuffers:
-    """Gradients into and out of backward graphs: one block at a time uses them, so all blocks share them."""
+    """Buffers for gradients into and out of backward graphs. All blocks share them, because one runs at a time."""
 
     def __init__(self) -> None:
         self._tensors: dict[Any, torch.Tensor] = {}
 
     def like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A buffer of the shape and type of a tensor; the same one for the same role."""
+        """The buffer of a role, with the shape and dtype of a tensor."""
         key = role, tensor.shape, tensor.dtype
         if key not in self._tensors:
             self._tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -67,12 +67,12 @@ class SharedBuffers:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What replays have in common.
+    """The inputs that a graph is captured for.
 
     Attributes:
-        shape: of hidden states, [s, b, H].
-        dtype: of hidden states.
-        chunk: the chunk, with its rotary embedding.
+        shape: shape of the hidden states, [s, b, H].
+        dtype: dtype of the hidden states.
+        chunk: a chunk with the rotary embedding that all replays use.
     """
 
     shape: torch.Size
@@ -82,13 +82,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Source:
-    """What is captured.
+    """Attention and routing of one layer.
 
     Attributes:
-        run: runs attention and routing on a chunk that has its hidden states. It takes the logits of all earlier chunks
-            with the last one, and returns those of another one, [s, b, E]; None of the only chunk.
-        modules: the modules inside, with parameters of their own.
-        store: receives the dWs of linear layers that defer them.
+        run: runs both on a chunk with hidden states. Takes the router logits of the earlier chunks, [s, b, E] each, if
+            the chunk is the last of several. Returns the chunk's logits, or None for the last chunk.
+        modules: the modules that hold parameters.
+        store: store of deferred dWs.
     """
 
     run: Callable[[ChunkState, Sequence[torch.Tensor]], torch.Tensor | None]
@@ -104,7 +104,7 @@ class Source:
 class CapturedBlock:
     """Attention and routing of one layer for one chunk of one micro-batch in flight.
 
-    Capture all forwards of a pool in the order in which they run, then all backwards in reverse.
+    Capture all forwards of a pool in their order of execution, then all backwards in reverse.
     """
 
     def __init__(self, source: Source, pool: Pool, buffers: SharedBuffers) -> None:
@@ -121,8 +121,8 @@ class CapturedBlock:
         """Captures the forward.
 
         Args:
-            like: what each chunk is alike.
-            earlier: logits of the earlier chunks, of the last one.
+            like: the inputs to capture for.
+            earlier: router logits of the earlier chunks, if this is the last of several.
         """
         x = ChunkState(like.chunk)
         device = next(self._source.modules[0].parameters()).device
@@ -134,7 +134,7 @@ class CapturedBlock:
         self._outputs = {name: tensor for name, tensor in made.items() if tensor is not None}
 
     def capture_backward(self) -> None:
-        """Captures the backward; linear layers compute their dWs in it."""
+        """Captures the backward, including the dWs of linear layers."""
         ends = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
         self._results = [self._buffers.like(f"result {index}", one) for index, one in enumerate(self._inputs)]
@@ -146,14 +146,14 @@ class CapturedBlock:
                     result.copy_(grad)
             self._joined = _joined_by_type(found[len(self._inputs) :])
         self._has_grad = [grad is not None for grad in found[: len(self._inputs)]]
-        # Without their nodes of the graph, whose saved tensors are gone.
+        # The autograd nodes are useless now: autograd has freed their saved tensors.
         self._outputs = {name: tensor.detach() for name, tensor in self._outputs.items()}
 
     def __call__(self, x: ChunkState, earlier: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
         """Runs the block on a chunk; returns the logits of a chunk that is not the last one.
 
         Args:
-            earlier: logits of the earlier chunks, of the last one.
+            earlier: router logits of the earlier chunks, if this is the last of several.
         """
         assert x.hidden_sbH.shape == self._inputs[0].shape, "chunks of a run have one size each"
         for module in self._source.modules:
@@ -215,7 +215,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _joined_by_type(grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, list[int]]]:
-    """Joins gradients of each type in a tensor, which no kernel has to read before the next replay."""
+    """Concatenates gradients by dtype, into one tensor each; also returns their indices."""
     places: dict[torch.dtype, list[int]] = {}
     for place, grad in enumerate(grads):
         if grad is not None:
@@ -226,9 +226,9 @@ def _joined_by_type(grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Te
 
 @contextmanager
 def _at_once(store: WeightGradStore) -> Iterator[list[DeferredWeight]]:
-    """Inside, dWs run where they are put, into a graph; yields their weights, complete after each replay.
+    """Inside, dWs run immediately, as part of the captured graph. Yields their weights.
 
-    When a deferred dW runs depends on the clock, and graphs of a pool need one order.
+    The time of a deferred dW depends on the clock, but graphs of a pool need a fixed order.
     """
     weights: list[DeferredWeight] = []
 
@@ -245,7 +245,7 @@ def _at_once(store: WeightGradStore) -> Iterator[list[DeferredWeight]]:
 
 
 def _without_forks() -> AbstractContextManager[None]:
-    """Inside, Megatron's tracker sets no random state, which a capture forbids. Without dropout none is drawn from."""
+    """Inside, Megatron's tracker does not change random states. CUDA forbids that in a capture; there is no dropout."""
     return around(tensor_parallel_random.CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext())
 
 
@@ -254,7 +254,7 @@ def _without_hooks(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, DDP's hooks of modules do not run: a graph can't wait for a parameter.
 
     Raises:
-        UsageError: a module has another hook, which replays would leave out.
+        UsageError: a module has another hook, which a replay would skip.
     """
     for module in modules:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):

@@ -46,7 +46,7 @@ class CudaGraphFlags(CheckedFlags):
         **words(GraphChoice),
         unmodelled="graphs are captured while training",
         unchecked="captured CUDA graphs, which need a GPU",
-        help="attention: capture norms, attention and router of each layer with experts in CUDA graphs, behind "
+        help="attention: capture norms, attention and router of each layer with experts in CUDA graphs, after "
         "--cuda-graph-warmup-steps steps under the final plan, so that the host launches less; not in chunks of a "
         "sequence. Megatron's --cuda-graph-impl with --cuda-graph-modules attn moe_router asks for the same. off "
         "(default): no graphs.",
@@ -92,7 +92,7 @@ class CudaGraphs(Feature):
         return self.needs_plan(config) or getattr(args, _ASKED, False)
 
     def check(self, facts: RunFacts) -> None:
-        """Refuses graphs that nothing would be captured in."""
+        """Refuses a run in which nothing can be captured."""
         if not self.is_asked(facts.args, facts.config):
             return
         if facts.plan is None:
@@ -132,14 +132,14 @@ class CudaGraphs(Feature):
 
 
 class ActiveGraphs(ActiveFeature):
-    """Graphs in a run: captured between two steps, dropped when the plan changes."""
+    """Captures graphs between two steps, and drops them when the plan changes."""
 
     def __init__(self, setup: Any, is_settled: Callable[[], bool], num_warmup_steps: int) -> None:
         """
         Args:
             setup: :class:`~megatron_lancet.training.overlap_setup.OverlapSetup`.
             is_settled: whether the run has its final plan.
-            num_warmup_steps: steps under the final plan that run eagerly; at least one does.
+            num_warmup_steps: eager steps under the final plan before the capture; at least one.
         """
         self.stages: Sequence[StageGraphs] = ()
         self._setup, self._is_settled = setup, is_settled
@@ -148,7 +148,7 @@ class ActiveGraphs(ActiveFeature):
         self._capture_s = 0.0
 
     def observe(self, step: Callable[[], Any]) -> Any:
-        """Captures before the step whose turn it is."""
+        """Captures before the first step after the warm-up."""
         if not self._is_settled():
             return step()
         if not self.stages or not all(stage.is_installed for stage in self.stages):

@@ -8,8 +8,7 @@ from megatron_lancet.feature import PlanPart
 from megatron_lancet.training.plan.support import own_samples
 
 _CAPTURED = {"attn", "moe_router", "moe_preprocess"}
-"""Values of ``--cuda-graph-modules`` that are captured. What precedes a message's launch, ``moe_preprocess``, is so in
-part: rows are permuted eagerly, since experts receive another number of rows in each step."""
+"""Accepted values of ``--cuda-graph-modules``. Of ``moe_preprocess`` the permutation of rows still runs eagerly."""
 _IMPLEMENTATIONS = ("local", "transformer_engine")
 _RECOMPUTED = {"moe", "moe_act", "shared_experts", "mlp"}
 """Values of ``--recompute-modules`` outside of attention and norms."""

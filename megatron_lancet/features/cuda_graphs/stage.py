@@ -1,4 +1,4 @@
-"""The captured blocks of a pipeline stage, and which of them a micro-batch takes.
+"""The captured blocks of a pipeline stage, and their assignment to micro-batches.
 
 Each micro-batch in flight has a *slot*, a set of blocks with a memory pool of its own. Inside of a slot forwards run in
 the order of the plan and backwards in reverse, whatever runs between them; so graphs of a slot may reuse each other's
@@ -36,11 +36,11 @@ def is_captured(segment: Segment) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of micro-batches through the stage: the segments of the middle of a step, or of its ends.
+class ForwardPath:
+    """The captured layers of a forward: in the middle of a step, or at its ends.
 
     Attributes:
-        num_chunks: of each captured layer, by its number.
+        num_chunks: pairs of a layer number and the layer's number of chunks, in order.
     """
 
     num_chunks: tuple[tuple[int, int], ...]
@@ -58,12 +58,12 @@ class Way:
 
 
 class StageGraphs:
-    """Runs attention and routing of a stage's layers, eagerly before :meth:`capture` and by replays behind it.
+    """Runs attention and routing of a stage's layers: eagerly before :meth:`capture`, by replays after it.
 
     Attributes:
         num_replayed: micro-batches that were replayed.
-        num_eager: micro-batches that ran eagerly although their plan is captured: of another size, or beyond the number
-            in flight that earlier steps have had.
+        num_eager: micro-batches that ran eagerly after the capture, because their size differed, or because more were
+            in flight than in the warm-up steps.
     """
 
     def __init__(self, block: LayersByPlan) -> None:
@@ -74,12 +74,12 @@ class StageGraphs:
         """
         self.num_replayed = self.num_eager = 0
         self._layers: dict[int, tuple[OverlappingLayer, LayerOps]] = {}
-        self._ways: set[Way] = set()
+        self._paths: set[ForwardPath] = set()
         self._like: dict[tuple[int, int], Inputs] = {}
         """By number of chunks, and index of the chunk."""
         self._in_flight: set[int] = set()
         self._num_slots = 0
-        self._slots: list[Mapping[Way, Blocks]] = []
+        self._slots: list[Mapping[ForwardPath, Blocks]] = []
         self._present: Blocks | None = None
         self._logits: dict[int, list[torch.Tensor]] = {}
         """Of the chunks so far of the present micro-batch, by layer."""
@@ -104,28 +104,28 @@ class StageGraphs:
                 if _has_block(layer):
                     num_chunks[number] = one.segment.num_chunks
                     self._layers[number] = layer, one.ops
-        way = Way(tuple(sorted(num_chunks.items())))
+        path = ForwardPath(tuple(sorted(num_chunks.items())))
         for one in segments:
             if num_chunks.keys().isdisjoint(one.layers):
                 yield one
             else:
-                run = partial(self._attention, one.ops, way)
+                run = partial(self._attention, one.ops, path)
                 yield replace(one, ops={**one.ops, ATTENTION: run, ROUTE: partial(self._route, one.ops)})
 
     def begin_step(self) -> None:
-        """Call between steps: no micro-batch is in flight, also if the last step has failed."""
+        """Frees all slots, also after a failed step. Call between steps."""
         self._in_flight.clear()
 
     def capture(self) -> None:
-        """Captures the blocks of as many micro-batches as were in flight so far. Call between steps."""
+        """Captures the blocks of each slot that the warm-up steps have used. Call between steps."""
         stream, buffers = torch.cuda.Stream(), SharedBuffers()
         for _ in range(self._num_slots):
             pool = Pool(torch.cuda.graph_pool_handle(), stream)
-            self._slots.append({way: self._captured(way, pool, buffers) for way in self._ways})
+            self._slots.append({path: self._captured(path, pool, buffers) for path in self._paths})
 
-    def _captured(self, way: Way, pool: Pool, buffers: SharedBuffers) -> Blocks:
+    def _captured(self, path: ForwardPath, pool: Pool, buffers: SharedBuffers) -> Blocks:
         blocks: dict[tuple[int, int], CapturedBlock] = {}
-        for layer, num_chunks, index in way.places():
+        for layer, num_chunks, index in path.places():
             block = blocks[layer, index] = CapturedBlock(_source(*self._layers[layer]), pool, buffers)
             is_last = index == num_chunks - 1
             earlier = [blocks[layer, one].logits for one in range(index)] if is_last else []
@@ -134,12 +134,12 @@ class StageGraphs:
             block.capture_backward()
         return blocks
 
-    def _attention(self, eager: LayerOps, way: Way, layer: OverlappingLayer, x: ChunkState) -> None:
+    def _attention(self, eager: LayerOps, path: ForwardPath, layer: OverlappingLayer, x: ChunkState) -> None:
         if not _has_block(layer):
             eager[ATTENTION](layer, x)
             return
-        if layer.number == way.first and x.chunk.index == 0:
-            self._begin_micro_batch(way, x)
+        if layer.number == path.first and x.chunk.index == 0:
+            self._begin_micro_batch(path, x)
         if self._present is None:
             if not self._slots and _is_plain(x.chunk):
                 like = Inputs(x.hidden_sbH.shape, x.hidden_sbH.dtype, x.chunk)
@@ -157,8 +157,8 @@ class StageGraphs:
         else:
             x.routed = ReadyEvent(x.routing_map_tE)
 
-    def _begin_micro_batch(self, way: Way, x: ChunkState) -> None:
-        """Gives a micro-batch the first slot that is free until its backward has passed this layer's first chunk."""
+    def _begin_micro_batch(self, path: ForwardPath, x: ChunkState) -> None:
+        """Assigns the first free slot. The backward of this layer's first chunk frees it."""
         slot = next(n for n in range(len(self._in_flight) + 1) if n not in self._in_flight)
         self._in_flight.add(slot)
         x.hidden_sbH = _AtBackward.apply(x.hidden_sbH, partial(self._in_flight.discard, slot))
@@ -166,15 +166,15 @@ class StageGraphs:
         if not self._slots:
             if _is_plain(x.chunk):
                 self._num_slots = max(self._num_slots, slot + 1)
-                self._ways.add(way)
+                self._paths.add(path)
             return
-        fits = slot < len(self._slots) and way in self._slots[slot] and self._is_alike(x)
-        self._present = self._slots[slot][way] if fits else None
+        fits = slot < len(self._slots) and path in self._slots[slot] and self._is_alike(x)
+        self._present = self._slots[slot][path] if fits else None
         self.num_replayed += fits
         self.num_eager += not fits
 
     def _is_alike(self, x: ChunkState) -> bool:
-        """Whether a chunk has the shape, and the inputs besides its hidden states, that were captured."""
+        """Whether a chunk has the captured shape, dtype and rotary embedding, and no other input."""
         like = self._like[x.chunk.num_chunks, x.chunk.index]
         rotary, captured = (list(_tensors(chunk.rotary_pos_emb)) for chunk in (x.chunk, like.chunk))
         has_rotary = len(rotary) == len(captured) and all(map(operator.is_, rotary, captured))  # Megatron keeps it

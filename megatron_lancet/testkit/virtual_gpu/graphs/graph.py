@@ -1,9 +1,9 @@
 """Stand-ins for ``torch.cuda.CUDAGraph`` and ``torch.cuda.graph``.
 
 In a capture no kernel runs: each is recorded with the memory that it reads and writes, by address. A replay runs them
-again on the same addresses. What CUDA refuses in a capture is an error here: the host's waits, looks at values and at
-events, copies from the host, and waits between streams inside and outside. Collectives are refused too: none is
-modelled.
+again on the same addresses. As in CUDA, a capture raises an error if the host waits, reads a value or queries an event,
+if a kernel reads host memory, or if a stream outside waits for one inside, or the reverse. Collectives are not
+modelled, and raise one too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
