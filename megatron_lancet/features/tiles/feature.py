@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
@@ -20,11 +21,20 @@ from megatron_lancet.training.plan.dispatch import layout_of
 FLAG = "--lancet-tiles"
 
 
-def _tiles(text: str) -> int:
+class TilesChoice(StrEnum):
+    """Who chooses the number of tiles."""
+
+    AUTO = "auto"
+    """The planner."""
+
+
+def _tiles(text: str) -> int | TilesChoice:
     """
     Raises:
-        UsageError: the text is no number of at least 0.
+        UsageError: the text is neither ``auto`` nor a number of at least 0.
     """
+    if text == TilesChoice.AUTO:
+        return TilesChoice.AUTO
     if not text.isdecimal():
         raise UsageError(f"{FLAG} expects auto, or a number of tiles, 0 for none, got {text}.")
     return int(text)
@@ -34,15 +44,14 @@ def _tiles(text: str) -> int:
 class TilesFlags(CheckedFlags):
     """The number of tiles."""
 
-    tiles: int | None = flag(
+    tiles: int | TilesChoice | None = flag(
         None,
         read=_tiles,
-        none_word="auto",
         limits_plan=True,
         metavar="{auto,N}",
         help="split each dispatch and combine into N messages, so experts start on local tokens and the first tile "
-        "while the rest is in flight. 0: no tiles. auto (default): the plan chooses, for unchunked micro-batches; a "
-        "fixed plan has no tiles.",
+        "while the rest is in flight. 0 (default): no tiles. auto: the planner chooses, for unchunked micro-batches; "
+        "a fixed plan has no tiles.",
     )
 
 
@@ -54,13 +63,13 @@ class TilesFeature(Feature):
 
     def flags_for_overlap(self, config: LancetConfig) -> Iterator[str]:
         """Yields the flag if it asks for tiles."""
-        number = config.of(TilesFlags).tiles
+        number = _number(config)
         if number:
             yield f"{FLAG} {number}"
 
     def allows(self, dispatch: Dispatch, config: LancetConfig) -> bool:
         """Whether a dispatch can have the tiles that the user asks for."""
-        return dispatch.can_tile or not config.of(TilesFlags).tiles
+        return dispatch.can_tile or not _number(config)
 
     def limited(self, limits: Limits, args: argparse.Namespace, config: LancetConfig) -> Limits:
         """Lets plans have tiles where the run can."""
@@ -70,7 +79,7 @@ class TilesFeature(Feature):
     def in_fixed_plan(self, plan: Plan, args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, Sequence[str]]:
         """Cuts the messages of a plan with one segment into as many tiles as the user asks for."""
         allowed_tiles(args, config)
-        number = config.of(TilesFlags).tiles
+        number = _number(config)
         if not number:
             return plan, ()
         (whole,) = plan.segments
@@ -88,9 +97,17 @@ class TilesFeature(Feature):
             )
 
     def choices(self, limits: Limits) -> str:
-        """The numbers of tiles that plans may have."""
+        """The numbers of tiles that plans may have, unless none has any."""
+        if limits.tiles == (0,):
+            return ""
         numbers = (0, *TRIED) if limits.tiles is None else limits.tiles
         return f"tiles {' or '.join(str(number) if number else 'none' for number in numbers)}"
+
+
+def _number(config: LancetConfig) -> int:
+    """Tiles that each plan must have; 0 if it need not have any."""
+    tiles = config.of(TilesFlags).tiles
+    return tiles if isinstance(tiles, int) else 0
 
 
 def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker | None:
@@ -115,16 +132,18 @@ def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
     """Numbers of tiles that a planner may choose, and why the run excludes others; None for the profiled numbers.
 
+    None by default: in no measured training were tiles the fastest plan, and they take four more steps of the profile.
+
     Args:
         args: Megatron's arguments, validated or not.
 
     Raises:
         UsageError: the user asks for tiles, and the run can't have any.
     """
-    blocker, number = tiles_blocker_of(args, config), config.of(TilesFlags).tiles
+    blocker, number = tiles_blocker_of(args, config), _number(config)
     if number and blocker is not None:
         raise UsageError(f"{FLAG} {number} is not possible: {blocker.reason}. Pass {FLAG} 0, or {blocker.advice}.")
-    if number is not None:
+    if config.of(TilesFlags).tiles is not TilesChoice.AUTO:
         return (number,), []
     return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
 

@@ -37,7 +37,7 @@ from megatron_lancet.training.process.console import say
 
 _KEY = "tuning"
 """In report.json."""
-_TUNING = (TuningState.WARM_UP, TuningState.BASELINE, TuningState.PROFILE, TuningState.RACE)
+_TUNING = (TuningState.WARM_UP, TuningState.PROFILE, TuningState.RACE)
 """States of steps that a run under a fixed plan would not have."""
 
 
@@ -108,7 +108,7 @@ class AutoTune(Steering):
         else:
             result = step()
             if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
-                self._act(controller.decide(self._measured()))
+                self._act(controller.decide(self._measured(controller.num_measured_steps)))
         self._say()
         if tunes:
             self._note_tuned(iteration)
@@ -193,8 +193,13 @@ class AutoTune(Steering):
         return tuned, f"{plan_text(tuned.plan)}, from the checkpoint: {tuned.chosen} when it was chosen"
 
     def _profile_on(self) -> None:
-        """Continues the profile, or makes a plan when it is complete."""
-        plan = self._maker.next_plan()
+        """Continues the profile after a step, or makes a plan when it is complete."""
+        plan, controller = self._maker.next_plan(), self._controller
+        if plan == self._setup.plan:
+            return
+        if controller.baseline is None and not controller.settled:
+            # In the first step under a plan saved activations are counted.
+            controller.ran_without_overlap(self._measured(self._recorder.num_steps - 1))
         if plan is not None:
             self._switch(plan)
             return
@@ -212,7 +217,9 @@ class AutoTune(Steering):
         controller = self._controller
         if controller.state is TuningState.PROFILE:
             self._maker.begin(again=controller.settled)
-            self._profile_on()
+            first = self._maker.next_plan()
+            assert first is not None
+            self._switch(first)
         elif plan is not None:
             while (reason := self._failure(plan)) is not None:
                 plan = controller.plan_failed(reason)
@@ -254,11 +261,13 @@ class AutoTune(Steering):
         for line in lines:
             say(f"Megatron-Lancet plan: {line}")
 
-    def _measured(self) -> list[StepTimes]:
-        """The last steps, of all ranks together. Collective."""
+    def _measured(self, number: int) -> list[StepTimes]:
+        """The last steps, of all ranks together. Collective, unless the number is 0."""
+        if number == 0:
+            return []
         steps = [
             (record.step_ms, record.comm.exposed_ms + record.comm.counts_exposed_ms, record.comm.all_to_all_ms)
-            for record in self._recorder.records[-self._controller.num_measured_steps :]
+            for record in self._recorder.records[-number:]
         ]
         own = torch.tensor(steps, dtype=torch.float64, device=self._device)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]

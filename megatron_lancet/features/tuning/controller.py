@@ -1,8 +1,8 @@
 """The decisions of ``--lancet-plan auto``: what to measure, when to plan, and which plan to keep. No torch here.
 
-    warm-up -> baseline -> (profile, plan) -> race -> watch
-                                ^                       |
-                                +-------- drift --------+
+    warm-up -> (profile, plan) -> race -> watch
+                     ^                      |
+                     +-------- drift -------+
 
 Every rank has a :class:`TuningController` and feeds it the same numbers, so all ranks decide alike at the same step.
 """
@@ -48,8 +48,6 @@ class TuningState(StrEnum):
     """Purpose of the present steps of a run."""
 
     WARM_UP = "warm-up"
-    BASELINE = "baseline"
-    """Steps without overlap are measured."""
     PROFILE = "profile"
     """The profiler chooses the plan of each step; then a plan is made."""
     RACE = "race"
@@ -98,7 +96,8 @@ class TuningController:
     Attributes:
         plan: plan of the present steps; meaningless while the profiler chooses.
         settled: whether a plan was chosen: it has won, stayed, or was taken from a checkpoint.
-        baseline: measured without overlap; None before that, or if the plan is a checkpoint's.
+        baseline: measured without overlap, first in the profile, then in the race; None before that, or if the plan is
+            a checkpoint's.
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         compared: ``plan`` and no overlap in the race that ``plan`` has won; None without such a race.
@@ -138,6 +137,8 @@ class TuningController:
     @property
     def num_measured_steps(self) -> int:
         """Steps that the next decision needs."""
+        if self.state is TuningState.WARM_UP:
+            return 0
         is_long = self.state in (TuningState.VERIFY, TuningState.WATCH)
         return self.num_tune_steps if is_long else self._num_turn_steps
 
@@ -145,7 +146,7 @@ class TuningController:
         """Training steps, at most, from the first until the slow plans are out; a shorter run gains nothing."""
         num_unmeasured = NUM_FIRST_SETTLE_STEPS + (MIN_TURNS - 1) * NUM_SETTLE_STEPS
         num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps)
-        return NUM_WARM_UP_STEPS + self._num_turn_steps + num_profile_steps + num_race_steps
+        return NUM_WARM_UP_STEPS + num_profile_steps + num_race_steps
 
     def note(self, line: str) -> None:
         """Adds a line for the user to the lines of the decisions."""
@@ -176,8 +177,6 @@ class TuningController:
         if self._race is not None and self._race.begin_again(num_micro_batches):
             self._num_steps = 0
             self.lines += self._race.taken_lines()
-        if self.state is TuningState.WARM_UP and self._num_steps == self._num_unmeasured:
-            self.state = TuningState.BASELINE
         return self._num_steps == self._num_unmeasured + self.num_measured_steps
 
     def decide(self, steps: Sequence[StepTimes]) -> Plan | None:
@@ -186,20 +185,25 @@ class TuningController:
         Args:
             steps: the last ``num_measured_steps``, of all ranks together, the same on each.
         """
+        if self.state is TuningState.WARM_UP:
+            self.state = TuningState.PROFILE
+            return None
         self._num_steps = self._num_unmeasured = 0
         if self._race is not None:
             self._race.turn_done(steps)
             return self._race_on()
         stats = stats_of_rank(steps)
-        if self.state is TuningState.BASELINE:
-            self.baseline, self.state = stats, TuningState.PROFILE
-            self.note(f"without overlap: {stats}")
-            return None
         if self.state is TuningState.VERIFY:
             return self._settle(self.plan, stats, f"measured {stats}")
         assert self.state is TuningState.WATCH, self.state
         self._watched(stats)
         return None
+
+    def ran_without_overlap(self, steps: Sequence[StepTimes]) -> None:
+        """Takes the profile's steps without overlap, of all ranks together, as the baseline."""
+        assert self.state is TuningState.PROFILE
+        self.baseline = stats_of_rank(steps)
+        self.note(f"without overlap: {self.baseline}")
 
     def planned(self, planned: Planned) -> Plan:
         """Starts a race between the planner's plans, the present one, and no overlap."""
@@ -214,7 +218,9 @@ class TuningController:
             known = racers.get(candidate.plan)
             prediction = candidate.prediction if known is None else known.prediction or candidate.prediction
             racers[candidate.plan] = replace(known or candidate, prediction=prediction)
-        self._race = Race(list(racers.values()), NO_OVERLAP, planned.kernel)
+        # After drift the baseline is old.
+        before_ms = None if self.settled or self.baseline is None else self.baseline.step_ms
+        self._race = Race(list(racers.values()), NO_OVERLAP, planned.kernel, before_ms)
         found = f" ({planned.why})" if planned.why else ""
         texts = (
             str(one) if one.prediction is None else f"{one}, predicted {one.prediction.step_ms:.1f} ms a step"

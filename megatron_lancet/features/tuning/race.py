@@ -26,6 +26,8 @@ NUM_SETTLE_STEPS = 1
 """Unmeasured steps of later turns: the plan before has left its own blocks of memory and caches."""
 MIN_TURNS = 2
 """A plan that looks slow in its first turn may have met a disturbance."""
+FAR_SLOWER = 1.25
+"""No overlap leaves after one turn if its steps took this many times the fastest plan's, in the profile too."""
 MAX_TURNS = 6
 """Plans that are as close as this after six turns may run either way."""
 _EQUAL_PART_OF_NOISE = 0.5
@@ -71,17 +73,25 @@ class _Entry:
 class Race:
     """Measures candidates in turns. Every rank feeds its own race the same numbers."""
 
-    def __init__(self, candidates: Sequence[Candidate], no_overlap: Candidate, kernel: Candidate | None) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        no_overlap: Candidate,
+        kernel: Candidate | None,
+        before_ms: float | None = None,
+    ) -> None:
         """
         Args:
             candidates: at least one, of different plans, in the order of their turns.
             no_overlap: the one of them that runs as stock does.
             kernel: the same with another attention kernel; None if that is not among them.
+            before_ms: a step without overlap, measured shortly before; None if it was not.
         """
         self._entries = {candidate.plan: _Entry(candidate) for candidate in candidates}
         self._no_overlap = self._entries[no_overlap.plan]
         self._kernel = None if kernel is None else self._entries[kernel.plan]
         self._queue = deque(self._entries.values())
+        self._before_ms = before_ms
         self._num_left_of_turn = len(self._queue)
         self._num_micro_batches: int | None = None
         self._lines: list[str] = []
@@ -171,21 +181,36 @@ class Race:
     def _judge(self) -> None:
         """Takes out what is clearly slower, and all but one when the race is over."""
         num_turns = min(entry.num_turns for entry in self._queue)
-        if num_turns < MIN_TURNS and len(self._queue) > 1:
-            return
         stats = [(entry, entry.stats) for entry in self._queue]
         leader, best = min(stats, key=lambda one: one[1].step_ms)
-        slower = [(entry, own) for entry, own in stats if own.step_ms > best.step_ms + step_noise_ms(best, own)]
+        if num_turns < MIN_TURNS and len(self._queue) > 1:
+            slower = self._far_slower(stats, best)
+        else:
+            slower = [(entry, own) for entry, own in stats if own.step_ms > best.step_ms + step_noise_ms(best, own)]
         self._leave([entry for entry, _ in slower])
         if slower:
             out = ", ".join(f"{entry.candidate} ({own.step_ms:.1f} ms)" for entry, own in slower)
-            self._lines.append(f"out after {num_turns} turns: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
+            turns = f"{num_turns} turn{'s' if num_turns > 1 else ''}"
+            self._lines.append(f"out after {turns}: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
         if num_turns >= MAX_TURNS:
             close = [entry for entry, own in stats if _are_equal(best, own)]
             kept = min(close, key=lambda entry: (*_simplicity(entry.candidate.plan), entry.stats.step_ms))
             self._leave([entry for entry in self._queue if entry is not kept])
         if len(self._queue) == 1:
             self._add_kernel()
+
+    def _far_slower(self, stats: Sequence[tuple[_Entry, StepStats]], best: StepStats) -> list[tuple[_Entry, StepStats]]:
+        """What overlaps nothing and was far slower twice: before the race and in its first turn.
+
+        These steps cost most, and a disturbance rarely lasts from one to the other. Two plans stay in any case.
+        """
+        limit_ms = FAR_SLOWER * best.step_ms
+        if self._before_ms is None or self._before_ms <= limit_ms:
+            return []
+        slower = [
+            (entry, own) for entry, own in stats if entry.candidate.plan.overlaps_nothing and own.step_ms > limit_ms
+        ]
+        return slower if len(stats) - len(slower) > 1 else []
 
     def _leave(self, entries: Sequence[_Entry]) -> None:
         self._queue = deque(entry for entry in self._queue if entry not in entries)

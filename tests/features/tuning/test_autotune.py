@@ -56,7 +56,9 @@ class Maker:
 
     def next_plan(self):
         self._left -= 1
-        return PROFILED if self._left >= 0 else None
+        if self._left < 0:
+            return None
+        return PROFILED if self._left < self._num_steps // 2 else plan_without_overlap()
 
     def run_step(self, step):
         return step()
@@ -68,15 +70,16 @@ class Maker:
 
 
 class Run:
-    """A training loop whose steps take what their plan says."""
+    """A training loop whose steps take what their plan says, and the first one after a switch more."""
 
     STEP_MS = {plan_without_overlap(): 100.0, PLANNED: 80.0, PROFILED: 90.0, SHORT: 95.0, PAIRED: 70.0}
 
-    def __init__(self, train_iters=100, num_profile_steps=2, failure=None, resumed_at=0, saved=None) -> None:
+    def __init__(self, train_iters=100, num_profile_steps=4, failure=None, resumed_at=0, saved=None) -> None:
         self.args = SimpleNamespace(train_iters=train_iters, curr_iteration=resumed_at)
         self.setup = SimpleNamespace(plan=plan_without_overlap(), switch=self._switch)
-        self.recorder = SimpleNamespace(records=[], restart=lambda: None)
+        self.recorder = SimpleNamespace(records=[], num_steps=0, restart=self._restart)
         self.plans: list = []
+        self.first_ms = 0.0
         self.refused: list = []
         maker = Maker(num_profile_steps, failure)
         self.now_s = 0.0
@@ -84,6 +87,9 @@ class Run:
         self.tuner = AutoTune(*parts, device="cpu", clock_s=lambda: self.now_s)
         if saved is not None:
             self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
+
+    def _restart(self) -> None:
+        self.recorder.num_steps = 0
 
     def _switch(self, plan) -> None:
         assert plan != self.setup.plan or self.refused
@@ -98,7 +104,9 @@ class Run:
 
     def _step(self) -> str:
         self.plans.append(self.setup.plan)
-        self.recorder.records.append(StepRecord(self.STEP_MS[self.setup.plan], 64, CommTimes(exposed_ms=5.0)))
+        step_ms = self.STEP_MS[self.setup.plan] + (0 if self.recorder.num_steps else self.first_ms)
+        self.recorder.records.append(StepRecord(step_ms, 64, CommTimes(exposed_ms=5.0)))
+        self.recorder.num_steps += 1
         self.args.curr_iteration += 1
         self.now_s += self.STEP_MS[self.setup.plan] / 1e3
         return "result"
@@ -117,13 +125,13 @@ def lines(capsys) -> list[str]:
     return [line.removeprefix("Megatron-Lancet plan: ") for line in capsys.readouterr().out.splitlines()]
 
 
-# Warm-up, a baseline and two profiled steps, then two turns of two plans; a turn measures two steps.
+# Three steps of warm-up and four of a profile, then two turns of two plans; a turn measures two steps.
 TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 4 + [plan_without_overlap()] * 3 + [PLANNED] * 3
 
 
 def test_autotune_profiles_and_lets_plans_race(capsys):
     run = Run()
-    assert run.steps(3 + 2 + 2 + 14 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
+    assert run.steps(3 + 4 + 14 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
     assert lines(capsys) == run.tuner.summary()["tuning"]["lines"]
     summary = run.tuner.summary()["tuning"]
     assert (summary["stage"], summary["how"], summary["num_plans"]) == ("watch", "scripted", 1)
@@ -134,7 +142,7 @@ def test_autotune_profiles_and_lets_plans_race(capsys):
 
 def test_autotune_says_what_it_has_brought():
     run = Run()
-    run.steps(3 + 2 + 2 + 14)
+    run.steps(3 + 4 + 14)
     summary = run.tuner.summary()["tuning"]
     assert summary["steps"] == [[1, 21]]
     assert summary["compared"] == to_plain(Compared(100, 80, 5, 5, 4))
@@ -154,13 +162,13 @@ def test_autotune_says_what_won_without_overlap(monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: planned(quick))
     monkeypatch.setitem(Run.STEP_MS, quick, 50.0)
     run = Run()
-    run.steps(3 + 2 + 2 + 14)
+    run.steps(3 + 4 + 14)
     summary = run.tuner.summary()["tuning"]
     assert (summary["overlaps"], summary["won_by"]) == (False, "one row per token and rank, fused attention")
     assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster on this machine by one row per")
     monkeypatch.setitem(Run.STEP_MS, quick, 150.0)
     slower = Run()
-    slower.steps(3 + 2 + 2 + 14)
+    slower.steps(3 + 4 + 14)
     assert slower.tuner.summary()["tuning"]["won_by"] == ""
 
 
@@ -189,7 +197,7 @@ def test_autotune_saves_no_plan_before_it_has_decided():
 def test_autotune_drops_a_plan_that_the_model_refuses(capsys):
     run = Run()
     run.refused = [PLANNED]
-    assert run.steps(3 + 2 + 2 + 4 + 2)[-6:] == [plan_without_overlap()] * 6
+    assert run.steps(3 + 4 + 4 + 2)[-6:] == [plan_without_overlap()] * 6
     assert f"{PLANNED} is out: the model lacks it" in lines(capsys)
     assert run.tuner.summary()["tuning"]["stage"] == "watch"
 
@@ -202,7 +210,7 @@ def test_autotune_switches_all_ranks_after_one_has_refused(monkeypatch):
     monkeypatch.setattr(
         autotune, "from_all_ranks", lambda reason: [reason, "not here"] if PLANNED in switched else [None]
     )
-    run.steps(3 + 2 + 2 + 4 + 1)
+    run.steps(3 + 4 + 4 + 1)
     assert switched[-2:] == [PLANNED, plan_without_overlap()]
 
 
@@ -219,7 +227,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
 def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: planned(PAIRED))
     run = Run()
-    assert run.steps(3 + 2 + 2 + 14 + 4)[-7:] == [PAIRED] * 7
+    assert run.steps(3 + 4 + 14 + 4)[-7:] == [PAIRED] * 7
     assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
@@ -228,8 +236,11 @@ def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
 
 def test_autotune_survives_a_failing_planner(capsys):
     run = Run(failure="the profile has no all-to-all times")
+    run.first_ms = 500.0
     assert run.steps(12)[-3:] == [plan_without_overlap()] * 3
-    assert lines(capsys)[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
+    said = lines(capsys)
+    assert said[1] == "without overlap: 100.0 ms a step, 5.0 ms of it exposed", "a plan's first step does not count"
+    assert said[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
     assert run.tuner.summary()["tuning"]["how"] == "no plan was found: the profile has no all-to-all times"
 
 

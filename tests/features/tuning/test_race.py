@@ -61,6 +61,32 @@ def test_clear_winner_needs_two_turns_of_each_plan():
     assert race.stats_of(NO_OVERLAP).num_steps == NUM * MIN_TURNS, "what is out keeps its figures"
 
 
+@pytest.mark.parametrize(
+    ("before_ms", "kernel_ms", "first_turn"),
+    [
+        (200, 190, [BASE, KERNEL.plan]),
+        (200, 180, [BASE]),
+        (180, 190, []),
+        (None, 190, []),
+    ],
+    ids=["both are far slower", "the kernel is near", "was near before the race", "was not measured before"],
+)
+def test_no_overlap_leaves_early_if_far_slower_twice(before_ms, kernel_ms, first_turn):
+    plans = [NO_OVERLAP, KERNEL, Candidate(TWO), Candidate(FOUR)]
+    race = Race(plans, NO_OVERLAP, KERNEL, before_ms)
+    with_it = replace(TWO, fused_attention=True)
+    ran = Counter(run(race, {BASE: 200, KERNEL.plan: kernel_ms, TWO: 150, FOUR: 200, with_it: 160}))
+    assert {plan for plan in ran if ran[plan] == 1} == set(first_turn)
+    assert ran[FOUR] == MIN_TURNS, "a plan that overlaps may have met a disturbance"
+    assert race.gain_of(Candidate(TWO)) == pytest.approx(200 / 150)
+    assert race.winner.plan == TWO
+
+
+def test_early_end_of_no_overlap_ends_no_race():
+    race = Race([NO_OVERLAP, Candidate(TWO)], NO_OVERLAP, None, 400)
+    assert run(race, {BASE: 400, TWO: 150}) == [BASE, TWO] * MIN_TURNS
+
+
 def test_slow_plans_leave_while_others_go_on():
     race = race_of(TWO, FOUR)
     plans = run(race, {BASE: 200, TWO: 150, FOUR: 150.5})

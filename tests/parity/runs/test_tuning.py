@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("tuning_worker.py")
 NUM_ITERS, SAVED_AT = 180, 178
 """A race between six plans, and then with the attention kernel, takes at most 130 steps if a turn has one."""
-NUM_SCRIPTED_ITERS = 58
+NUM_SCRIPTED_ITERS = 61
 TUNED = ["--lancet-tune-steps", "3"]
 NONE = "chunks=1 dim=batch range=stack"
 TWO, FOUR, SEQUENCE = NONE.replace("1", "2"), NONE.replace("1", "4"), "chunks=2 dim=sequence range=stack"
@@ -122,20 +122,21 @@ def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
 @pytest.mark.alone
 def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_path):
     slow_s = {"4": 0.6, "2": 0.5, "2s": 0.5, "fused": 0.5}
-    script = {"profiled": ["2", "4s"], "plans": [["4", "2"], ["2s"]], "slow_s": slow_s, "exposed_from": 27}
+    script = {"profiled": ["none", "none", "2", "4s"], "plans": [["4", "2"], ["2s"]], "slow_s": slow_s}
+    script["exposed_from"] = 28
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
-    kernel, in_profile = f"{NONE} fused", [TWO, SEQUENCE.replace("2", "4")]
+    kernel, in_profile = f"{NONE} fused", [NONE, NONE, TWO, SEQUENCE.replace("2", "4")]
     first, second = [NONE, kernel, FOUR, TWO], [NONE, kernel, SEQUENCE]
     races = [[plan for num in (3, 2) for plan in racers for _ in range(num)] for racers in (first, second)]
     expected = [
-        *[NONE] * 4, *in_profile, *races[0],  # warm-up and baseline, profile, race
+        *[NONE] * 3, *in_profile, *races[0],  # warm-up, profile, race
         *[NONE] * 11, *in_profile, *races[1],  # three windows, and all again
     ]  # fmt: skip
     assert plans[: len(expected)] == expected
     assert len(run.losses) == NUM_SCRIPTED_ITERS
     assert_equal(run, stock)
     kinds = (
-        "tuned during training", "tunes during the first 36 steps", "without overlap: ",
+        "tuned during training", "tunes during the first 37 steps", "without overlap: ",
         "measuring 4 plans in turns: no overlap; fused; chunks=4 .* predicted 50.0 ms",
         "out after 2 turns: fused .*, chunks=4 .*, chunks=2 .* no overlap takes",
         "no overlap: measured .* and no plan is faster .* the attention kernel alone gave 0",

@@ -14,7 +14,7 @@ from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
 from megatron_lancet.features.ep_resize.feature import EpResizeFlags
 from megatron_lancet.features.pairing.feature import PairingChoice, PairingFlags
 from megatron_lancet.features.row_bound.feature import RowBoundFlags, RowLimitChoice
-from megatron_lancet.features.tiles.feature import TilesFlags
+from megatron_lancet.features.tiles.feature import TilesChoice, TilesFlags
 from megatron_lancet.features.tuning.flags import CacheChoice, TuningFlags
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
@@ -89,7 +89,8 @@ def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
         ("--lancet-cache here", TuningFlags(cache=Path("here"))),
         ("--lancet-profile file.json", TuningFlags(profile=Path("file.json"))),
         ("--lancet-pairing auto", PairingFlags()),
-        ("--lancet-tiles auto", TilesFlags()),
+        ("--lancet-tiles auto", TilesFlags(TilesChoice.AUTO)),
+        ("", TilesFlags(None)),
     ],
 )
 def test_each_flag_of_a_feature_sets_its_field(words, expected):

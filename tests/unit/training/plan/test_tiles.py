@@ -9,6 +9,7 @@ from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.row_bound.feature import RowBoundFlags
+from megatron_lancet.features.tiles.feature import TilesChoice
 from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.features.tuning.profile_steps import plans_within
 from megatron_lancet.features.two_hop.order import TWO_HOP
@@ -58,7 +59,8 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
         found = planning_limits(args, config)
         return found.tiles, sum(plan.has_tiles for plan in plans_within(args, config, found))
 
-    assert limits() == (None, 1)
+    assert limits() == ((0,), 0)
+    assert limits(tiles=TilesChoice.AUTO) == (None, 1)
     assert limits(tiles=0) == ((0,), 0)
     assert limits(tiles=3) == ((3,), 1)
     assert is_tuned(args, config_with(tiles=3))
@@ -78,7 +80,7 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, conf
     args = megatron_args("--expert-model-parallel-size", 4) if config.dispatch else megatron_args()
     with pytest.raises(UsageError, match=f"--lancet-tiles 2 is not possible: {reason}"):
         choose_plan(args, changed(config, tiles=2))
-    limits = planning_limits(args, config)
+    limits = planning_limits(args, changed(config, tiles=TilesChoice.AUTO))
     assert limits.tiles == (0,)
     (excluded,) = (one for one in limits.excluded if one.what == "tiles")
     assert excluded.reason.startswith(reason)
