@@ -26,7 +26,6 @@ ALIASES = {
     "ep_resize": ("separate expert grads", "resize"),
     "hugging_face": ("from hf", "save hf"),
     "hybrid": ("hybrid",),
-    "locality": ("locality",),
     "mtp": ("mtp", "multi token", "predictions"),
     "pairing": ("pairing", "pair", "pairs", "paired"),
     "placement": ("placement", "placed"),

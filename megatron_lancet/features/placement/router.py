@@ -6,7 +6,7 @@ import torch
 
 from megatron_lancet.features.placement.slots import Slots
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.routing.router import ChunkedTopKRouter, RouterLoss
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
 
 class PlacedRouter(ChunkedTopKRouter):
@@ -22,12 +22,6 @@ class PlacedRouter(ChunkedTopKRouter):
     def local_experts(self) -> Sequence[int]:
         """Numbers of the experts of this rank, in the order of their slots."""
         return self.slots.local_experts
-
-    @property
-    def further_loss(self) -> RouterLoss | None:
-        """A loss next to Megatron's, for the experts where they are."""
-        loss = super().further_loss
-        return None if loss is None else loss.at_slots_of(self.slots.experts)
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None

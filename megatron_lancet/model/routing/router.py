@@ -3,15 +3,14 @@
 Top-k routing looks at one token at a time, so chunks are routed like the micro-batch. The balancing losses do not: they
 are products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives,
 and Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch,
-tokens in the same order, logged once. If Megatron passes a padding mask, they exclude padding. A further
-:class:`RouterLoss` uses the same tokens.
+tokens in the same order, logged once. If Megatron passes a padding mask, they exclude padding.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b the same of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -38,60 +37,20 @@ class _ContiguousGrad(torch.autograd.Function):
         return grad.contiguous()
 
 
-class RouterLoss(Protocol):
-    """A loss next to Megatron's balancing losses, of one rank's tokens of a micro-batch."""
-
-    @property
-    def name(self) -> str:
-        """In Megatron's log."""
-
-    @property
-    def flag(self) -> str:
-        """Asks for it."""
-
-    @property
-    def coeff(self) -> float:
-        """By which the loss is multiplied, and which Megatron's log leaves out."""
-
-    def at_slots_of(self, experts: Sequence[int]) -> "RouterLoss":
-        """The same loss where experts are on other ranks.
-
-        Args:
-            experts: the expert of each slot.
-        """
-
-    def __call__(self, scores_TE: torch.Tensor) -> torch.Tensor:
-        """Returns the loss, a scalar that is differentiable in the scores.
-
-        Args:
-            scores_TE: probabilities of each token over all experts, each row with sum 1.
-        """
-
-
 class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
     Attributes:
         earlier: logits and padding masks of the micro-batch's chunks so far.
         local_experts: numbers of the experts of this rank, in order; None where they are Megatron's.
-        further_loss: a loss next to Megatron's; None without one.
     """
 
     earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
-    _further_loss: RouterLoss | None = None
 
     @property
     def local_experts(self) -> Sequence[int] | None:
         return None
-
-    @property
-    def further_loss(self) -> RouterLoss | None:
-        return self._further_loss
-
-    def add_loss(self, loss: RouterLoss) -> None:
-        """Attaches a loss to the probabilities of each micro-batch that is trained."""
-        self._further_loss = loss
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
         """Drops logits of the last micro-batch, which remain only if its forward pass failed.
@@ -136,49 +95,6 @@ class ChunkedTopKRouter(TopKRouter):
         """
         logits = super().gating(input)
         return logits if moe_utils.te_general_gemm is None else _ContiguousGrad.apply(logits)
-
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes an unchunked micro-batch as Megatron does, and attaches the further loss.
-
-        Args:
-            logits: [S, B, E].
-        """
-        probs, routing_map = super().routing(logits, padding_mask)
-        all_TE = logits.view(-1, self.config.num_moe_experts)
-        return self._with_further_loss(probs, all_TE, padding_mask), routing_map
-
-    def _with_further_loss(
-        self, probs: torch.Tensor, all_TE: torch.Tensor, padding_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attaches the further loss of a micro-batch to probabilities of some of its tokens.
-
-        As Megatron does with its losses of one rank's tokens, it is divided by the ranks that have tokens of the same
-        micro-batch: gradients are summed over these.
-
-        Args:
-            all_TE: logits of all tokens.
-            padding_mask: True for padding tokens, or None.
-
-        Raises:
-            UsageError: a mask is passed, but the loss is a mean over all tokens.
-        """
-        further = self.further_loss
-        if further is None or not (self.training and torch.is_grad_enabled()):
-            return probs
-        if padding_mask is not None:
-            raise UsageError(
-                f"{further.flag} does not work with a padding_mask: the loss is a mean over all tokens. "
-                "Drop one of the two."
-            )
-        _, scores_TE = compute_routing_scores_for_aux_loss(
-            all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
-        )
-        loss = further(scores_TE) / self.tp_cp_group.size()
-        return self.attach_and_log_load_balancing_loss(
-            probs, further.coeff, loss, further.name, self.tp_cp_group, valid_token_count=len(all_TE)
-        )
 
     def _apply_seq_aux_loss(
         self,
@@ -248,7 +164,7 @@ class ChunkedTopKRouter(TopKRouter):
             probs = self._apply_aux_loss(probs, scores_TE, map_TE, with_padding)
             probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size, with_padding)
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE, with_padding)
-        return self._with_further_loss(probs, all_TE, padding_T), routing_map
+        return probs, routing_map
 
 
 def _flat(padding_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -21,7 +21,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
 from megatron_lancet.model.attention.sdpa import SdpaAttention
@@ -118,20 +117,6 @@ def padding_mask_of_losses() -> AbstractContextManager[None]:
         return stock(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
 
     return around(GPTModel, "forward", forward)
-
-
-def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
-    """Lets Megatron log further losses of routers in addition to its own, which it names one by one.
-
-    Args:
-        names: by which routers record them.
-    """
-
-    def report(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["track_names"] = [*kwargs["track_names"], *names]
-        return stock(*args, **kwargs)
-
-    return around(MoEMetricsTracker, "report", report)
 
 
 def training_loop_hooks(

@@ -30,7 +30,6 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
@@ -131,7 +130,6 @@ _TRAINING: tuple[Seam, ...] = (
     (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
     (mapping, "apply_factories", ("sharded_state_dict",)),
     (RerunStateMachine, "validate_result", ()),
-    (MoEMetricsTracker, "report", ("track_names",)),
     (training, "is_last_rank", ()),
     (common_utils, "is_last_rank", ()),
     (global_vars, "get_tensorboard_writer", ()),

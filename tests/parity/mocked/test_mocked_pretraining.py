@@ -65,17 +65,3 @@ def test_losses_of_experts_at_other_ranks_equal_stock(stock, token_data, tmp_pat
     assert "; experts of 1 layer are not in Megatron's order" in ours.outputs[0]
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(stock.series(name), rel=TOLERANCE["fp32"][name]), name
-
-
-def test_locality_loss_is_logged_beside_the_balancing_losses(stock, token_data, tmp_path):
-    """Two nodes of four ranks; the first step's losses are still stock's."""
-    flags = ("--lancet-ranks-per-node", 4, "--lancet-num-chunks", 2, "--lancet-locality-loss-coeff", 0.5)
-    ours = run_mocked(token_data, tmp_path, *flags)
-    assert "; locality loss 0.5 on 2 nodes x 4 ranks: the model trains with another loss" in ours.outputs[0]
-    divergences = [row["locality_loss"] for row in ours.logged]
-    # Fresh routers give half of the probability to the other node: about 1 / 2 * ln(1 / SMOOTHING) - 1 / 2 * ln(2).
-    assert all(1.0 < divergence < 4.0 for divergence in divergences)
-    assert divergences[-1] < divergences[0]
-    for name in ("lm loss", "load_balancing_loss"):
-        assert ours.series(name)[0] == pytest.approx(stock.series(name)[0], rel=1e-6)
-        assert ours.series(name)[-1] != pytest.approx(stock.series(name)[-1], rel=1e-7)

@@ -189,8 +189,6 @@ def test_profile_cache_defaults_to_the_users_cache_folder(monkeypatch):
         (["--lancet-tiles", "many"], "--lancet-tiles expects auto, or a number of tiles"),
         *((["--lancet-max-expert-rows", t], f"or a number of rows above 0, got {t}") for t in ("0", "1.5", "all")),
         (["--lancet-max-expert-rows=-4"], "expects auto, or a number of rows above 0, got -4"),
-        *((["--lancet-locality-loss-coeff", t], "-coeff expects at least 0, got") for t in ("nan", "inf")),
-        (["--lancet-locality-loss-coeff=-1"], "--lancet-locality-loss-coeff expects at least 0, got"),
         (["--lancet-comm-sms", 0], "--lancet-comm-sms expects at least 1, got 0"),
         (["--lancet-ranks-per-node", 0], r"-ranks-per-node expects at least 1, got 0\. Defaults to"),
     ],

@@ -1,14 +1,11 @@
 """Padding in routers: counts and refusals. Other tests compare losses and gradients with stock."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.features.documents.packed import PackedMicroBatch
-from megatron_lancet.features.locality.loss import RankLocality
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk, make_chunks, split_hidden
 from megatron_lancet.model.routing.padding import padding_of
@@ -57,17 +54,6 @@ def test_experts_counts_leave_padding_out(router, segment):
         expected += routing_map[~chunk.padding_mask.reshape(-1)].sum(0)
     assert expected.sum() == 2 * (~PADDING).sum()
     assert made.local_tokens_per_expert.equal(expected)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_the_locality_loss_with_padding_is_refused(router, num_chunks):
-    made = router()
-    made.add_loss(RankLocality(0.3, (2, 3), NUM_EXPERTS))
-    segment = Segment(1, None, num_chunks)
-    parts = split_hidden(hidden_states(), segment)
-    *_, (part, chunk) = zip(parts, make_chunks(parts, segment, WHOLE), strict=True)
-    with pytest.raises(UsageError, match="--lancet-locality-loss-coeff does not work with a padding_mask"):
-        made(part, chunk=replace(chunk, index=chunk.num_chunks - 1))
 
 
 def test_the_balancing_loss_of_documents_with_padding_is_refused(router):

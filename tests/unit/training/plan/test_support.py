@@ -81,7 +81,6 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
         "--lancet-comm-sms 8",
         "--lancet-comm-dtype fp8",
         "--lancet-max-expert-rows 8",
-        "--lancet-locality-loss-coeff 0.01 --lancet-ranks-per-node 2",
         "--lancet-expert-placement placement.json",
     ],
 )
