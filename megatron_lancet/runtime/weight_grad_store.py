@@ -34,6 +34,7 @@ class DeferredWeight:
     also made on this stream, behind the dWs, so all of DDP's work on a bucket is on one stream, as in stock.
 
     Attributes:
+        parameter: the parameter.
         name: name of the dW op, for example ``L3.W.linear_fc1``.
         num_pending: dWs that were put but have not run.
         num_reported: number of reports to DDP; for tests and assertions.
@@ -49,7 +50,7 @@ class DeferredWeight:
         self.name = name
         self.num_pending = 0
         self.num_reported = 0
-        self._parameter = parameter
+        self.parameter = parameter
         self._sum: torch.Tensor | None = None
         self._report_ready = report_ready
         self.ddp_stream = torch.cuda.current_stream() if on_cuda(parameter) else None
@@ -58,7 +59,7 @@ class DeferredWeight:
     @property
     def main_grad(self) -> torch.Tensor:
         """Megatron's gradient accumulator, shaped like the weight."""
-        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
+        main_grad: torch.Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         return main_grad
 
     @property
@@ -115,7 +116,7 @@ class DeferredWeight:
     def report(self) -> None:
         """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
         assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
-        parameter = self._parameter
+        parameter = self.parameter
         # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
@@ -126,7 +127,7 @@ class DeferredWeight:
 
     @cached_property
     def _placeholder(self) -> torch.Tensor:
-        parameter = self._parameter
+        parameter = self.parameter
         # Not new_empty: of a weight that is kept in fp8 that would be a quantized tensor.
         return torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 

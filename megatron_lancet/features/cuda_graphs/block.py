@@ -10,11 +10,12 @@ deferred dWs of the previous layer keep, and the routing map, which a trace keep
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron_lancet.errors import UsageError
@@ -44,11 +45,25 @@ class Pool:
 
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Captures what is enqueued inside."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
-            yield graph
+        """Captures what is enqueued inside.
+
+        An exception inside is raised again: torch's own error at the end of a failed capture would hide it.
+        """
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        failure: BaseException | None = None
+        try:
+            # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
+                try:
+                    yield graph
+                except BaseException as error:
+                    failure = error
+                    raise
+        except BaseException:
+            torch.cuda.set_stream(before)  # torch leaves the stream of a failed capture current
+            if failure is None:
+                raise
+            raise failure from failure.__cause__
 
 
 class SharedBuffers:
@@ -87,11 +102,13 @@ class Source:
     Attributes:
         run: runs both on a chunk with hidden states. Takes the router logits of the earlier chunks, [s, b, E] each, if
             the chunk is the last of several. Returns the chunk's logits, or None for the last chunk.
-        modules: the modules that hold parameters.
+        warm_up: runs both eagerly, without a trace in what the router counts and logs.
+        modules: all modules of both, and the modules inside.
         store: store of deferred dWs.
     """
 
     run: Callable[[ChunkState, Sequence[torch.Tensor]], torch.Tensor | None]
+    warm_up: Callable[[ChunkState], None]
     modules: Sequence[torch.nn.Module]
     store: WeightGradStore
 
@@ -99,6 +116,30 @@ class Source:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters that are trained."""
         return [p for module in self.modules for p in module.parameters(recurse=False) if p.requires_grad]
+
+    @property
+    def deferred(self) -> list[DeferredWeight]:
+        """Weights whose gradients autograd does not return."""
+        found = (getattr(module, "deferred", None) or () for module in self.modules)
+        return [weight for one in found for weight in ((one,) if isinstance(one, DeferredWeight) else one)]
+
+    def warm_up_thread(self, like: Inputs, stream: Any) -> None:
+        """Runs an eager forward on the stream of the captures.
+
+        Libraries make handles and plans in a thread's first call, which CUDA forbids in a capture. With pairs the
+        forwards of all earlier steps ran on another thread.
+        """
+        x = ChunkState(like.chunk)
+        stream.wait_stream(torch.cuda.current_stream())
+        with _without_hooks(self.modules), _without_forks(), torch.cuda.stream(stream):
+            x.hidden_sbH = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=True)
+            self.warm_up(x)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(p.device for module in self.modules for p in module.parameters(recurse=False))
 
 
 class CapturedBlock:
@@ -110,7 +151,11 @@ class CapturedBlock:
     def __init__(self, source: Source, pool: Pool, buffers: SharedBuffers) -> None:
         self._source, self._pool, self._buffers = source, pool, buffers
         self._parameters = source.parameters
+        self._holders = [
+            module for module in source.modules if next(module.parameters(recurse=False), None) is not None
+        ]
         self._deferred: list[DeferredWeight] = []
+        self._rotary: list[Any] = []  # a graph reads it, and a module of latent attention keeps it in a bounded cache
 
     @property
     def logits(self) -> torch.Tensor:
@@ -124,12 +169,17 @@ class CapturedBlock:
             like: the inputs to capture for.
             earlier: router logits of the earlier chunks, if this is the last of several.
         """
-        x = ChunkState(like.chunk)
-        device = next(self._source.modules[0].parameters()).device
-        with _without_hooks(self._source.modules), _without_forks(), self._pool.capture() as self._forward:
-            x.hidden_sbH = torch.empty(like.shape, dtype=like.dtype, device=device, requires_grad=True)
-            self._inputs = [x.hidden_sbH, *(torch.empty_like(one, requires_grad=True) for one in earlier)]
-            logits = self._source.run(x, self._inputs[1:])
+        source, x = self._source, ChunkState(like.chunk)
+        # Not in the capture: torch's deterministic mode fills new memory, and each replay would fill it again.
+        x.hidden_sbH = torch.empty(like.shape, dtype=like.dtype, device=source.device, requires_grad=True)
+        self._inputs = [x.hidden_sbH, *(torch.empty_like(one, requires_grad=True) for one in earlier)]
+        with (
+            _without_hooks(source.modules),
+            _rotary_of(source.modules) as self._rotary,
+            _without_forks(),
+            self._pool.capture() as self._forward,
+        ):
+            logits = source.run(x, self._inputs[1:])
         made = {**{name: getattr(x, name) for name in _OF_CHUNK}, _LOGITS: logits}
         self._outputs = {name: tensor for name, tensor in made.items() if tensor is not None}
 
@@ -138,7 +188,10 @@ class CapturedBlock:
         ends = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
         self._results = [self._buffers.like(f"result {index}", one) for index, one in enumerate(self._inputs)]
-        sources = *self._inputs, *self._parameters
+        # Autograd would make the capture wait for the stream of a deferred weight, which is outside of it.
+        late = {id(weight.parameter) for weight in self._source.deferred}
+        self._direct = [place for place, parameter in enumerate(self._parameters) if id(parameter) not in late]
+        sources = *self._inputs, *(self._parameters[place] for place in self._direct)
         with self._pool.capture() as self._backward, _at_once(self._source.store) as self._deferred:
             found = torch.autograd.grad(list(ends.values()), sources, list(self._grads.values()), allow_unused=True)
             for result, grad in zip(self._results, found, strict=False):
@@ -156,9 +209,10 @@ class CapturedBlock:
             earlier: router logits of the earlier chunks, if this is the last of several.
         """
         assert x.hidden_sbH.shape == self._inputs[0].shape, "chunks of a run have one size each"
-        for module in self._source.modules:
-            for hook in module._forward_pre_hooks.values():  # DDP's, which waits for the module's gathered parameters
-                hook(module, ())
+        for module in self._holders:
+            for hook in module._forward_pre_hooks.values():
+                if is_of_ddp(hook):  # it waits for the module's gathered parameters
+                    hook(module, ())
         outputs = _Replay.apply(self, x.hidden_sbH, *earlier, *self._parameters)
         made = dict(zip(self._outputs, outputs, strict=True))
         logits: torch.Tensor | None = made.pop(_LOGITS, None)
@@ -191,9 +245,10 @@ class CapturedBlock:
             weight.ran()
         found: list[torch.Tensor | None] = [None] * len(self._parameters)
         for joined, places in self._joined:
-            parts = joined.split([self._parameters[place].numel() for place in places])
-            for place, part in zip(places, parts, strict=True):
-                found[place] = part.view_as(self._parameters[place])
+            parameters = [self._parameters[self._direct[place]] for place in places]
+            parts = joined.split([parameter.numel() for parameter in parameters])
+            for place, parameter, part in zip(places, parameters, parts, strict=True):
+                found[self._direct[place]] = part.view_as(parameter)
         results = zip(self._results, self._has_grad, strict=True)
         return [*(result.clone() if has_grad else None for result, has_grad in results), *found]
 
@@ -250,6 +305,19 @@ def _without_forks() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def _rotary_of(modules: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
+    """Yields the rotary embeddings that modules have returned inside, and the tensors that they keep."""
+    embeddings = [module for module in modules if isinstance(module, RotaryEmbedding)]
+    found: list[Any] = [list(module.buffers()) for module in embeddings]
+    with ExitStack() as stack:
+        for module in embeddings:
+            handle = module.register_forward_hook(lambda module, inputs, output: found.append(output))
+            stack.callback(handle.remove)
+        yield found
+    found += [list(module.buffers()) for module in embeddings]
+
+
+@contextmanager
 def _without_hooks(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, DDP's hooks of modules do not run: a graph can't wait for a parameter.
 
@@ -257,7 +325,8 @@ def _without_hooks(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         UsageError: a module has another hook, which a replay would skip.
     """
     for module in modules:
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        for hook in (hook for kind in kinds for hook in kind.values()):
             if not is_of_ddp(hook):
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise UsageError(

@@ -162,6 +162,7 @@ class ActiveGraphs(ActiveFeature):
         return step()
 
     def _capture(self) -> None:
+        torch.cuda.empty_cache()  # as each capture does
         before, start_s = torch.cuda.memory_reserved(), time.perf_counter()
         try:
             for stage in self.stages:

@@ -6,13 +6,14 @@ memory in the order of their capture, and graphs of two slots share none.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.features.cuda_graphs.block import CapturedBlock, Inputs, Pool, SharedBuffers, Source
 from megatron_lancet.model.chunking import Chunk, Rotary
 from megatron_lancet.model.ops import ChunkState
@@ -117,16 +118,24 @@ class StageGraphs:
         self._in_flight.clear()
 
     def capture(self) -> None:
-        """Captures the blocks of each slot that the warm-up steps have used. Call between steps."""
+        """Captures the blocks of each slot that the warm-up steps have used. Call between steps.
+
+        Raises:
+            UsageError: the model can't be captured.
+        """
         stream, buffers = torch.cuda.Stream(), SharedBuffers()
+        sources = {number: _source(*of_layer) for number, of_layer in self._layers.items()}
+        _check_stream_of_ddp(sources.values())
+        for layer, num_chunks, index in (place for path in self._paths for place in path.places()):
+            sources[layer].warm_up_thread(self._like[num_chunks, index], stream)
         for _ in range(self._num_slots):
             pool = Pool(torch.cuda.graph_pool_handle(), stream)
-            self._slots.append({path: self._captured(path, pool, buffers) for path in self._paths})
+            self._slots.append({path: self._captured(path, sources, pool, buffers) for path in self._paths})
 
-    def _captured(self, path: ForwardPath, pool: Pool, buffers: SharedBuffers) -> Blocks:
+    def _captured(self, path: ForwardPath, sources: Mapping[int, Source], pool: Pool, buffers: SharedBuffers) -> Blocks:
         blocks: dict[tuple[int, int], CapturedBlock] = {}
         for layer, num_chunks, index in path.places():
-            block = blocks[layer, index] = CapturedBlock(_source(*self._layers[layer]), pool, buffers)
+            block = blocks[layer, index] = CapturedBlock(sources[layer], pool, buffers)
             is_last = index == num_chunks - 1
             earlier = [blocks[layer, one].logits for one in range(index)] if is_last else []
             block.capture_forward(self._like[num_chunks, index], earlier)
@@ -161,6 +170,8 @@ class StageGraphs:
         """Assigns the first free slot. The backward of this layer's first chunk frees it."""
         slot = next(n for n in range(len(self._in_flight) + 1) if n not in self._in_flight)
         self._in_flight.add(slot)
+        if not x.hidden_sbH.requires_grad:  # a frozen embedding, without whose gradient the slot would not be freed
+            x.hidden_sbH = x.hidden_sbH.detach().requires_grad_()
         x.hidden_sbH = _AtBackward.apply(x.hidden_sbH, partial(self._in_flight.discard, slot))
         self._logits.clear()
         if not self._slots:
@@ -211,15 +222,31 @@ def _source(layer: OverlappingLayer, ops: LayerOps) -> Source:
         kept, router.earlier = router.earlier, []
         return kept[-1][0] if kept else None
 
+    def warm_up(x: ChunkState) -> None:
+        router.earlier = []
+        ops[ATTENTION](layer, x)
+        with torch.no_grad():  # so the router neither counts tokens nor logs losses
+            ops[ROUTE](layer, x)
+        router.earlier = []
+
     parts = stock.input_layernorm, stock.self_attention, stock.pre_mlp_layernorm, router
-    modules = [
-        module
-        for part in parts
-        for module in part.modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    modules = [module for part in parts for module in part.modules()]
     assert layer.comm.store is not None, "a run with graphs has a store"
-    return Source(run, modules, layer.comm.store)
+    return Source(run, warm_up, modules, layer.comm.store)
+
+
+def _check_stream_of_ddp(sources: Iterable[Source]) -> None:
+    """
+    Raises:
+        UsageError: DDP's accumulation nodes are on the default stream, for which a capture can't wait.
+    """
+    default = torch.cuda.default_stream()
+    if any(weight.ddp_stream == default for source in sources for weight in source.deferred):
+        raise UsageError(
+            "CUDA graphs can't be captured: the model was wrapped in DDP on CUDA's default stream. Wrap it on another "
+            "stream, as Megatron's training loop does: with torch.cuda.stream(torch.cuda.Stream()). Or drop "
+            "--lancet-cuda-graphs."
+        )
 
 
 def _is_plain(chunk: Chunk) -> bool:

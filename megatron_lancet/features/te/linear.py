@@ -68,7 +68,7 @@ class _WeightWithPlaceholder(DeferredWeight):
     """A weight for which autograd finds a placeholder, or memory that a dW was or will be written to."""
 
     def report(self) -> None:
-        self._parameter.grad = None
+        self.parameter.grad = None
         super().report()
 
 

@@ -33,6 +33,7 @@ from megatron_lancet.testkit.virtual_gpu.operators import (
     accesses_of,
     base_name,
     cost_of,
+    is_product,
     kind_of,
     only_result_in_place,
     results_in_place,
@@ -99,6 +100,11 @@ class VirtualGpu:
     def stream_name(self, stream: int) -> str:
         """Name for messages."""
         return "the host" if stream == HOST else self._streams[stream].name
+
+    @property
+    def has_handle(self) -> bool:
+        """Whether this thread has run a product. Not known, and so assumed, if the GPU is not watched."""
+        return not self._is_watching or getattr(self._thread, "has_handle", False)
 
     def add_stream(self, stream: VirtualStream) -> int:
         """Adds a stream; returns its id."""
@@ -230,9 +236,14 @@ class VirtualGpu:
         stream = HOST if is_host else self.current_stream().id
         name, site = base_name(function), call_site()
         if kind is Kind.ALLOCATION:
-            return self._placed(function(*args, **kwargs), self.current_stream().id, is_host, with_content=False)
+            made = self._placed(function(*args, **kwargs), self.current_stream().id, is_host, with_content=False)
+            if self.capture is not None and not is_host and self.capture.is_on(stream) and _fills_memory():
+                self.capture.fill(made)
+            return made
         if self.capture is not None and self.capture.is_on(stream):
             return self.capture.add(function, args, kwargs, kind)
+        if not is_host and is_product(function):
+            self._thread.has_handle = True
         if kind is Kind.HOST_WAITS and not is_host:
             self.host_waits_for_stream(stream, name)
         number = self.order.add_kernel(stream)
@@ -321,6 +332,10 @@ class VirtualGpu:
             self.queues.record(other, event.number)
             self.queues.wait(allocation.stream, event.number)
         self.queues.add(allocation.stream, lambda: data.fill(0xFF))
+
+
+def _fills_memory() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 class _Watch(TorchDispatchMode):

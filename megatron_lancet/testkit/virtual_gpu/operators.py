@@ -184,6 +184,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_product(function: Any) -> bool:
+    """Whether an operator multiplies matrices, attention included."""
+    return getattr(function, "overloadpacket", None) in flop_registry
+
+
 def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[int, int]:
     """FLOP of a matrix product or of attention (0 for other operators), and bytes read and written."""
     return _flops_of(function, args, kwargs, result), _bytes_of(function, args, kwargs, result)

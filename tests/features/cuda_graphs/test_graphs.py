@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.cuda_graphs.block import CapturedBlock
+from megatron_lancet.features.cuda_graphs.block import CapturedBlock, Pool, Source
 from megatron_lancet.features.cuda_graphs.stage import StageGraphs
 from megatron_lancet.model import transformer_layer
 from megatron_lancet.patching import around, replaced
@@ -18,7 +19,7 @@ from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.virtual_gpu.case import Case, run
-from tests.virtual_gpu.cases import DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, TWO, paired_case
+from tests.virtual_gpu.cases import CASES, DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, TWO, paired_case
 
 ROWS = torch.arange(8.0)
 
@@ -36,9 +37,17 @@ def watched(*late: str):
 
 
 @contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
 def captured(pool=None):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with Pool(pool, torch.cuda.Stream()).capture() as graph:
         yield graph
 
 
@@ -100,6 +109,46 @@ def test_capture_refuses_what_cuda_refuses(look):
         with pytest.raises(CaptureError, match=r"test_graphs\.py"), captured():
             look(rows)
         assert rows.tolist() == ROWS.tolist()
+
+
+def test_first_product_of_a_thread_is_refused_in_a_capture():
+    """A library makes its handle then. With pairs all eager forwards run on another thread than the capture."""
+    with watched() as gpu:
+        rows = ROWS.cuda().view(2, 4) + 0
+
+        def product():
+            with gpu.operators():
+                return rows @ rows.t()
+
+        with ThreadPoolExecutor(1) as other:
+            other.submit(product).result()
+        with pytest.raises(CaptureError, match="mm is the first product of this thread"), captured():
+            rows @ rows.t()
+        product()
+        with captured():
+            rows @ rows.t()
+
+
+def test_deterministic_mode_fills_new_memory_in_each_replay():
+    with watched(), deterministic():
+        with captured() as graph:
+            rows = torch.empty(8, device="cuda")
+        rows.copy_(ROWS.cuda())
+        graph.replay()
+        assert rows.isnan().all()
+
+
+def test_failed_capture_raises_its_own_error():
+    with watched():
+        rows, before = ROWS.cuda() + 0, torch.cuda.current_stream()
+        hidden = pytest.raises(CaptureError, match="previous error during capture")
+        with hidden, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            rows.cpu()
+        assert torch.cuda.current_stream() is not before
+        torch.cuda.set_stream(before)
+        with pytest.raises(CaptureError, match="a wait for a stream is not permitted"), captured():
+            rows.cpu()
+        assert torch.cuda.current_stream() is before
 
 
 def test_graph_reads_freed_memory_that_nobody_kept_for_it():
@@ -247,6 +296,67 @@ def test_broken_rule_of_replays_is_found(name):
         assert found.largest_error > 1e-3
 
 
+def test_deterministic_mode_changes_no_input():
+    found = run(CASE, lambda stack: stack.enter_context(deterministic()))
+    assert (found.problems, found.largest_error) == ([], 0.0)
+
+
+def test_capture_of_pairs_needs_a_forward_on_its_own_thread():
+    def without(stack: ExitStack) -> None:
+        stack.enter_context(replaced(Source, "warm_up_thread", lambda *_: None))
+
+    with pytest.raises(UsageError, match="is the first product of this thread"):
+        run(PAIRS, without)
+
+
+def test_slot_is_freed_without_a_gradient_of_the_embedding():
+    found = run(CASES["graphs/frozen"])
+    assert found.graphs["num_graphs"] == 2 * 2  # two layers, one slot
+
+
+def test_autograd_is_not_asked_for_deferred_weights():
+    """It would make the capture wait for the stream of their accumulation nodes."""
+    asked: list[bool] = []
+
+    def grad(stock, outputs, inputs, *args, **kwargs):
+        asked.extend(getattr(tensor, "skip_backward_post_hook", False) for tensor in inputs)
+        return stock(outputs, inputs, *args, **kwargs)
+
+    found = run(CASE, lambda stack: stack.enter_context(around(torch.autograd, "grad", grad)))
+    assert found.largest_error == 0.0
+    assert asked
+    assert not any(asked)
+
+
+def test_model_wrapped_on_the_default_stream_is_refused():
+    def wrapped(stack: ExitStack) -> None:
+        def capture(stock, stage):
+            for layer, _ in stage._layers.values():
+                layer.stock.self_attention.linear_qkv.deferred.ddp_stream = torch.cuda.default_stream()
+            stock(stage)
+
+        stack.enter_context(around(StageGraphs, "capture", capture))
+
+    with pytest.raises(UsageError, match="wrapped in DDP on CUDA's default stream"):
+        run(CASE, wrapped)
+
+
+def test_rotary_embedding_is_kept_for_replays():
+    """Latent attention's own is in a cache of some lengths."""
+
+    def dropping(stack: ExitStack) -> None:
+        def run_and_drop(stock, stage, *args):
+            stock(stage, *args)
+            for layer, _ in stage._layers.values():
+                type(layer.stock.self_attention.rotary_pos_emb).forward.cache_clear()
+
+        for name in ("__init__", "capture"):  # so the embedding is made while the GPU is watched
+            stack.enter_context(around(StageGraphs, name, run_and_drop))
+
+    found = run(CASES["graphs/mla"], dropping)
+    assert (found.problems, found.largest_error) == ([], 0.0)
+
+
 def test_pairs_equal_stock_with_a_slot_for_each_in_flight():
     found = run(PAIRS)
     assert (found.problems, found.largest_error) == ([], 0.0)
@@ -295,16 +405,18 @@ def test_capture_that_fails_is_refused_with_what_to_do():
         run(CASE, looking)
 
 
-def test_hook_on_a_captured_module_is_refused():
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("module", ["linear_qkv", "core_attention"])
+def test_hook_on_a_captured_module_is_refused(module, kind):
     def hooked(stack: ExitStack) -> None:
         def capture(stock, stage):
             layer, _ = stage._layers[1]
-            layer.stock.self_attention.linear_qkv.register_forward_hook(print)
+            getattr(getattr(layer.stock.self_attention, module), f"register_{kind}_hook")(print)
             stock(stage)
 
         stack.enter_context(around(StageGraphs, "capture", capture))
 
-    with pytest.raises(UsageError, match="hook print on DeferredColumnParallelLinear would not run in a CUDA graph"):
+    with pytest.raises(UsageError, match=r"hook print on \w+ would not run in a CUDA graph"):
         run(CASE, hooked)
 
 

@@ -2,19 +2,23 @@
 
 In a capture no kernel runs: each is recorded with the memory that it reads and writes, by address. A replay runs them
 again on the same addresses. As in CUDA, a capture raises an error if the host waits, reads a value or queries an event,
-if a kernel reads host memory, or if a stream outside waits for one inside, or the reverse. Collectives are not
-modelled, and raise one too.
+if a kernel reads host memory, if a thread runs its first product, for which a library makes a handle, or if a stream
+outside waits for one inside, or the reverse. Collectives are not modelled, and raise one too.
 """
 
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
 from megatron_lancet.testkit.virtual_gpu.log import GraphLaunched, Kernel
 from megatron_lancet.testkit.virtual_gpu.memory import Allocation, call_site, span
-from megatron_lancet.testkit.virtual_gpu.operators import Kind, accesses_of, base_name, cost_of, tensors_in
+from megatron_lancet.testkit.virtual_gpu.operators import Kind, accesses_of, base_name, cost_of, is_product, tensors_in
 
 if TYPE_CHECKING:
     from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
@@ -97,14 +101,22 @@ class CurrentCapture:
     def __enter__(self) -> None:
         self.gpu.synchronize()
         self._stack = ExitStack()
-        self._stack.enter_context(self.gpu.CurrentStream(self._stream))
+        self._current = self.gpu.CurrentStream(self._stream)
+        self._current.__enter__()
         self._stack.callback(setattr, self.gpu, "capture", None)
         self.gpu.capture = Capture(self.gpu, self._graph, self._pool, self._stream)
         if not self.gpu.is_watching:
             self._stack.enter_context(self.gpu.operators())
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """
+        Raises:
+            CaptureError: the capture has failed. As in torch, this error hides its reason, and the stream stays.
+        """
         self._stack.close()
+        if kind is not None and issubclass(kind, CaptureError):
+            raise CaptureError("operation failed due to a previous error during capture")
+        self._current.__exit__(None, None, None)
 
 
 class Capture:
@@ -119,6 +131,7 @@ class Capture:
         self.pool = pool
         self.events: set[int] = set()
         self._gpu, self._graph, self._stream = gpu, graph, stream
+        self._thread = threading.get_ident()
 
     def is_on(self, stream: int) -> bool:
         """Whether it captures a stream."""
@@ -130,6 +143,9 @@ class Capture:
         accesses = accesses_of(function, args, kwargs)
         if kind is Kind.HOST_WAITS or any(memory.is_host(tensor) for tensor in accesses.arguments):
             raise CaptureError(f"{name} makes the host wait, or reads its memory, while a stream is captured: {site}")
+        is_own_thread = threading.get_ident() == self._thread  # autograd's has run products before
+        if is_own_thread and is_product(function) and not self._gpu.has_handle:
+            raise CaptureError(f"{name} is the first product of this thread, while a stream is captured: {site}")
         result, run = self._gpu.delayed(function, args, kwargs, self._stream.id)
         changed = {id(tensor) for tensor in accesses.writes}
         writes = *accesses.writes, *(one for one in tensors_in(result) if id(one) not in changed)
@@ -137,6 +153,11 @@ class Capture:
         reads = self._bytes_of(accesses.reads)
         self._graph.kernels.append(CapturedKernel(name, site, cost, reads, self._bytes_of(writes), run))
         return result
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Adds the kernel with which torch's deterministic mode fills new memory."""
+        if tensor.is_floating_point():
+            self.add(torch.ops.aten.fill_.Scalar, (tensor, math.nan), {}, Kind.KERNEL)
 
     def note(self, kernel: Kernel) -> None:
         """Adds a kernel without values."""
