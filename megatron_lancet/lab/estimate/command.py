@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.atomic import atomic_write
-from megatron_lancet.lab.estimate.arguments import cluster_of
+from megatron_lancet.lab.estimate.arguments import cluster_of, launch_us_of
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
-from megatron_lancet.lab.estimate.devices import Speeds, corners
+from megatron_lancet.lab.estimate.devices import LAUNCH_US, LOCAL_LAUNCH_US, NO_LAUNCH_US, Span, Speeds, corners
 from megatron_lancet.lab.estimate.estimate import estimates, rest_of_step
 from megatron_lancet.lab.estimate.model_profile import Run
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
@@ -34,31 +34,48 @@ def run_command_line(options: argparse.Namespace, words: Sequence[str]) -> str:
         from megatron_lancet.lab.estimate.published import compared
 
         return compared()
-    cluster = cluster_of(options)
-    estimated = estimate_launch(read_launch(words, options.trust_script), cluster, options.routing)
+    cluster, launch_us = cluster_of(options), launch_us_of(options)
+    estimated = estimate_launch(read_launch(words, options.trust_script), cluster, options.routing, launch_us)
     if options.json is not None:
         atomic_write(options.json, json.dumps(as_plain(estimated), indent=1) + "\n")
     return report(estimated)
 
 
-def estimate_launch(launch: Launch, cluster: ClusterChoice, routing: Routing) -> Estimated:
+def estimate_launch(
+    launch: Launch, cluster: ClusterChoice, routing: Routing, launch_us: Span | None = None
+) -> Estimated:
     """Estimates a launch on a cluster.
+
+    Args:
+        launch_us: see :func:`speeds_of`.
 
     Raises:
         UsageError: see :func:`~megatron_lancet.lab.estimate.script.run_of`.
     """
     run = run_of(launch, cluster, routing)
-    ends = speeds_of(run, cluster)
+    launch_us = launch_us_in(run, launch_us)
+    ends = speeds_of(run, cluster, launch_us)
     rests = [rest_of_step(run, speeds) for speeds in ends]
     rest_ms = {name: (min(one[name] for one in rests), max(one[name] for one in rests)) for name in rests[0]}
     notes = tuple(_notes(run, launch, cluster))
-    return Estimated(run, cluster, estimates(run, ends, allowed_of(run)), rest_ms, notes)
+    return Estimated(run, cluster, launch_us, estimates(run, ends, allowed_of(run)), rest_ms, notes)
 
 
-def speeds_of(run: Run, cluster: ClusterChoice) -> list[Speeds]:
-    """The corners of the ranges for a run on a cluster."""
-    is_captured = run.args.cuda_graph_impl != "none"
-    return list(corners(cluster.gpu, cluster.ranks_per_node, cluster.intra_gbps, cluster.inter_gbps, is_captured))
+def speeds_of(run: Run, cluster: ClusterChoice, launch_us: Span | None = None) -> list[Speeds]:
+    """The corners of the ranges for a run on a cluster.
+
+    Args:
+        launch_us: host time of a kernel's launch; None for the range of the run's layers.
+    """
+    sizes = cluster.gpu, cluster.ranks_per_node, cluster.intra_gbps, cluster.inter_gbps
+    return list(corners(*sizes, launch_us_in(run, launch_us)))
+
+
+def launch_us_in(run: Run, asked: Span | None) -> Span:
+    """Host time of a kernel's launch in a run: as asked, or else by its layers; none if CUDA graphs launch kernels."""
+    if run.args.cuda_graph_impl != "none":
+        return NO_LAUNCH_US
+    return asked or (LOCAL_LAUNCH_US if run.args.transformer_impl == "local" else LAUNCH_US)
 
 
 def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:

@@ -7,6 +7,7 @@ that carries.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from types import MappingProxyType
 
 from megatron_lancet.lab.what_if.cluster import Cluster, Level
@@ -52,8 +53,12 @@ REACHED: Mapping[Rate, Span] = MappingProxyType(
 """Parts of the data sheet that kernels reach."""
 LINK_REACHED = Span(0.55, 0.8)
 """Part of a link's bandwidth that an all-to-all or a ring reaches."""
-LAUNCH_US = Span(8.0, 3.0)
-"""Host time of a kernel's launch, Python and autograd included."""
+LAUNCH_US = Span(35.0, 5.0)
+"""Host time of a kernel's launch, Python and autograd included, with Transformer Engine's layers. Not measured."""
+LOCAL_LAUNCH_US = Span(80.0, 8.0)
+"""The same with Megatron's local layers. On the one host that was measured it is near the slow end (docs/gpus.md)."""
+NO_LAUNCH_US = Span(0.0, 0.0)
+"""CUDA graphs launch the kernels."""
 PEER_US = {"intra": Span(2.0, 0.5), "inter": Span(4.0, 1.0)}
 """Latency of a message to one peer, inside a node and between nodes."""
 MESSAGE_SMS = Span(24, 8)
@@ -81,29 +86,29 @@ class Speeds:
 
 
 def corners(
-    gpu: Gpu, ranks_per_node: int, intra_gbps: float, inter_gbps: float, gpu_is_captured: bool = False
+    gpu: Gpu, ranks_per_node: int, intra_gbps: float, inter_gbps: float, launch_us: Span = LAUNCH_US
 ) -> Iterator[Speeds]:
-    """Yields the ends of both ranges combined: a slow and a fast GPU with its host, with slow and with fast links.
+    """Yields the ends of all ranges combined: a slow and a fast host, each with a slow and a fast GPU, and with links.
 
     Args:
-        gpu_is_captured: whether CUDA graphs launch the kernels, so that they cost the host nothing.
+        launch_us: host time of a launch; one host is enough if both ends are alike.
     """
-    for is_fast_gpu in (False, True):
-        for is_fast_link in (False, True):
-            reached = {rate: _end(span, is_fast_gpu) for rate, span in REACHED.items()}
-            device = DeviceModel(
-                flops_per_s=gpu.flops_per_s * reached[Rate.PRODUCT],
-                bytes_per_s=gpu.bytes_per_s * reached[Rate.NONE],
-                num_sms=gpu.num_sms,
-                message_sms=round(_end(MESSAGE_SMS, is_fast_link)),
-            ).with_launch_us(0.0 if gpu_is_captured else _end(LAUNCH_US, is_fast_gpu))
-            part = _end(LINK_REACHED, is_fast_link)
-            levels = {
-                name: Level(gbps * part, _end(PEER_US[name], is_fast_link))
-                for name, gbps in (("intra", intra_gbps), ("inter", inter_gbps))
-            }
-            rates = {rate: gpu.flops_per_s * part for rate, part in reached.items()}
-            yield Speeds(device, rates, Cluster(ranks_per_node, **levels))
+    hosts_us = dict.fromkeys((launch_us.slow, launch_us.fast))
+    for one_us, is_fast_gpu, is_fast_link in product(hosts_us, (False, True), (False, True)):
+        reached = {rate: _end(span, is_fast_gpu) for rate, span in REACHED.items()}
+        device = DeviceModel(
+            flops_per_s=gpu.flops_per_s * reached[Rate.PRODUCT],
+            bytes_per_s=gpu.bytes_per_s * reached[Rate.NONE],
+            num_sms=gpu.num_sms,
+            message_sms=round(_end(MESSAGE_SMS, is_fast_link)),
+        ).with_launch_us(one_us)
+        part = _end(LINK_REACHED, is_fast_link)
+        levels = {
+            name: Level(gbps * part, _end(PEER_US[name], is_fast_link))
+            for name, gbps in (("intra", intra_gbps), ("inter", inter_gbps))
+        }
+        rates = {rate: gpu.flops_per_s * part for rate, part in reached.items()}
+        yield Speeds(device, rates, Cluster(ranks_per_node, **levels))
 
 
 def _end(span: Span, is_fast: bool) -> float:

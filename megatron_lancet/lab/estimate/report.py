@@ -7,7 +7,7 @@ from typing import Any
 from megatron_lancet.lab.dry_run.report import layout_lines, model_lines
 from megatron_lancet.lab.estimate.candidates import STOCK
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
-from megatron_lancet.lab.estimate.devices import LAUNCH_US, LINK_REACHED, MESSAGE_SMS, PEER_US, REACHED, Rate
+from megatron_lancet.lab.estimate.devices import LINK_REACHED, MESSAGE_SMS, PEER_US, REACHED, Rate, Span
 from megatron_lancet.lab.estimate.estimate import Estimate, fastest
 from megatron_lancet.lab.estimate.model_profile import Run
 from megatron_lancet.report.tables import right_aligned
@@ -25,6 +25,7 @@ class Estimated:
     """Everything that a report shows.
 
     Attributes:
+        launch_us: host time of a kernel's launch.
         found: stock first.
         rest_ms: (low, high) milliseconds of a step outside forward and backward, by what takes them.
         notes: a line for each thing that differs from the script.
@@ -32,6 +33,7 @@ class Estimated:
 
     run: Run
     cluster: ClusterChoice
+    launch_us: Span
     found: Sequence[Estimate]
     rest_ms: dict[str, tuple[float, float]]
     notes: Sequence[str] = ()
@@ -119,7 +121,8 @@ def assumptions(estimated: Estimated) -> Iterator[str]:
         yield "launches cost nothing, because of CUDA graphs; with them the run keeps stock modules"
     else:
         kernels = "local layers" if args.transformer_impl == "local" else "Transformer Engine"
-        yield f"a launch takes the host {LAUNCH_US.fast:g} to {LAUNCH_US.slow:g} us; kernels of {kernels}"
+        launch_us = _span(estimated.launch_us.fast, estimated.launch_us.slow, "g")
+        yield f"a launch takes the host {launch_us} us (--launch-us); kernels of {kernels}"
     yield f"routing: {estimated.run.routing}; dedup and two hops send as many rows as random choices of experts need"
     plan = estimated.found[0].candidate.plan
     if plan is not None and not plan.dispatch.is_plain:

@@ -15,7 +15,7 @@ from megatron_lancet.lab.estimate import published
 from megatron_lancet.lab.estimate.candidates import STOCK, stock
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.command import estimate_launch, speeds_of
-from megatron_lancet.lab.estimate.devices import corners
+from megatron_lancet.lab.estimate.devices import Span, corners
 from megatron_lancet.lab.estimate.estimate import Corner, Estimate, Estimator, bubble_of, rest_of_step
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
@@ -115,13 +115,27 @@ def test_a_faster_network_makes_stock_faster_and_less_exposed():
 
 
 def test_a_range_has_slow_and_fast_ends(whole):
-    (slow, faster_link, faster_gpu, fast) = whole.found[0].figures
+    slow_host, fast_host = whole.found[0].figures[:4], whole.found[0].figures[4:]
+    for slower, faster in zip(slow_host, fast_host, strict=True):
+        assert slower.step_ms > faster.step_ms
+    (slow, faster_link, faster_gpu, fast) = fast_host
     assert fast.step_ms < min(faster_link.step_ms, faster_gpu.step_ms)
     assert slow.step_ms > max(faster_link.step_ms, faster_gpu.step_ms)
     assert faster_link.exposed_share < slow.exposed_share < faster_gpu.exposed_share
     for one in whole.found:
         low, high = one.range_of("step_ms")
         assert 0 < low < high
+
+
+def test_a_slow_host_makes_chunks_slower():
+    def best_of(launch_us: float) -> dict[str, float]:
+        found = estimate_launch(launch(), ClusterChoice.parse(CLUSTER), EVEN, Span(launch_us, launch_us)).found
+        assert {len(one.figures) for one in found if one.figures} == {4}
+        return {one.candidate.name: one.mean_step_ms for one in found}
+
+    fast, slow = best_of(2.0), best_of(80.0)
+    assert fast["two chunks"] < fast["one chunk"]
+    assert slow["one chunk"] < slow["two chunks"] < slow["four chunks"]
 
 
 def test_uneven_routing_makes_stock_slower():
