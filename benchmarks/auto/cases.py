@@ -42,6 +42,8 @@ def _fixed(num_chunks: int, dim: str = "batch", dispatch: str = "plain", pairing
 _GAPS = ("--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb", "0.53")
 """Parts of half a layer's dense gradients."""
 _REDUCED_LAYER_BY_LAYER = ("--overlap-grad-reduce", "--ddp-bucket-size", "262144")
+_DOCUMENTS = "--dataloader-inter-document-masking"
+_SKEWED = ("--moe-aux-loss-coeff", "0")
 _OVERLAP = (*_OFF, "--overlap-moe-expert-parallel-comm")
 VARIANTS = {
     variant.name: variant
@@ -99,8 +101,16 @@ class Case:
         """The training in a few words."""
         batches = f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
         layers = "Transformer Engine's layers in bf16" if self.te else "local layers in fp32"
-        reductions = ", gradients reduced in the backward pass" if self.reduces_in_backward else ""
-        return f"{batches}, top-{self.topk} of {self.experts}, {layers}{reductions}"
+        further = [
+            text
+            for text, is_so in (
+                ("gradients reduced in the backward pass", self.reduces_in_backward),
+                ("packed documents", _DOCUMENTS in self.flags),
+                ("no balancing loss", self.flags == _SKEWED),
+            )
+            if is_so
+        ]
+        return ", ".join((batches, f"top-{self.topk} of {self.experts}", layers, *further))
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -152,11 +162,11 @@ CASES = {
         Case("65-m4", 0.65, 4),
         Case("45-m4-top1", 0.45, 4, topk=1),
         Case("45-m4-top4of8", 0.45, 4, topk=4, experts=8),
-        Case("45-m4-skewed", 0.45, 4, flags=("--moe-aux-loss-coeff", "0")),
+        Case("45-m4-skewed", 0.45, 4, flags=_SKEWED),
         Case("45-m4-te", 0.45, 4, te=True, kept=True),
         Case("45-m2-te", 0.45, 2, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
-        Case("45-m4-documents", 0.45, 4, flags=("--dataloader-inter-document-masking",)),
+        Case("45-m4-documents", 0.45, 4, flags=(_DOCUMENTS,)),
         Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=(USERS, "k1", "k1-gaps", "k1-dedup")),
         Case(
             "45-m2-reductions",
