@@ -45,7 +45,8 @@ if [ "${LAYERS:-transformer_engine}" = local ]; then
         --no-masked-softmax-fusion --no-rope-fusion "$@"
 else
     set -- --transformer-impl transformer_engine --moe-grouped-gemm "$@"
-    # On Hopper one kernel multiplies the rows of all experts; otherwise each expert has a kernel, and a launch.
+    # On Hopper one kernel multiplies the rows of all experts in forward and dX; otherwise each expert has a kernel. A dW
+    # always has one for each expert.
     export NVTE_USE_CUTLASS_GROUPED_GEMM="${NVTE_USE_CUTLASS_GROUPED_GEMM:-1}"
 fi
 # Megatron's check of each gradient makes the host wait for the device inside the backward pass, between two messages.

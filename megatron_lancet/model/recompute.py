@@ -92,7 +92,8 @@ def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T
     """
     if not again:
         return segment(*args)
-    return checkpoint(segment, *args, use_reentrant=False, context_fn=two_runs)
+    # Transformer Engine before 2.12 restores its fp8 scales at the end of a module's forward, which torch would skip.
+    return checkpoint(segment, *args, use_reentrant=False, context_fn=two_runs, early_stop=False)
 
 
 def two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -191,6 +191,7 @@ TE_CASES: dict[str, Case] = {
     "te/graphs/fused-dw": Case([ONE], {**TE, "gradient_accumulation_fusion": True}, is_captured=True),
     "te/k=2": Case([TWO], TE, late=WITHOUT_COUNTS[:3]),
     "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
+    "te/bias/k=2": Case([TWO], {**TE, "add_bias_linear": True}, late=DDP_LATE),
     "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),
     "te/recompute/norms": Case([TWO], {**TE, **selective("layernorm", "moe_act")}, late=COMPUTE_LATE),
     "te/recompute/norms/k=1": Case([fixed_plan(1)], {**TE, **selective("layernorm", "moe_act")}),

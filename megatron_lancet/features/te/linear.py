@@ -6,8 +6,9 @@ Two of their habits give wrong gradients with chunks:
   to it only where ``fuse_wgrad_accumulation and not is_first_microbatch``. Chunks come back in reverse order, so the
   first chunk's dW would overwrite the dWs of all others. Here no call is the first. The quantized weights are dropped
   instead, so that the next call makes them again, and all dWs are added, to the zeros that DDP has written.
-- A grouped linear that defers dW without fusion hands autograd the buffers that dW *will be* written to. If dW runs at
-  once, autograd finds it in ``.grad``, and DDP adds it a second time. Here ``.grad`` of a weight never counts.
+- A grouped linear that defers dW without fusion hands autograd the buffers that dW *will be* written to: memory that no
+  bound counts, and copies and sums of what is in it. If dW runs at once, autograd finds it in ``.grad``, and DDP adds
+  it a second time. Here such buffers are made when dW runs, and ``.grad`` of a weight never counts.
 
 Transformer Engine's interface for deferred dWs, from version 2.8 on, as far as it is used here: a module's backward
 calls ``wgrad_store.put(tensors, function)``; ``function(*tensors)`` computes dW and, outside of fp8, the bias
@@ -70,6 +71,8 @@ class _WeightWithPlaceholder(DeferredWeight):
     def report(self) -> None:
         self.parameter.grad = None
         super().report()
+        # The next backward may have begun its forward already. See TELinearPerChunk.forward.
+        vars(self.parameter).pop("grad_added_to_main_grad", None)
 
 
 class _StoreOfModule:
@@ -162,25 +165,43 @@ class TELinearPerChunk(LinearByPlan):
     def _put(self: Any, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
         """The module's backward calls this."""
         inputs, grad_outputs, *outputs = tensors
+        outputs_of_dw = self._outputs_of_dw(outputs)
         _keep_layout_of_dw((inputs, grad_outputs))
         num_bytes = sum(map(_num_bytes, (inputs, grad_outputs)))
-        self._grad_store.put(self.deferred, lambda: self._compute(function, inputs, grad_outputs, *outputs), num_bytes)
+
+        def compute() -> None:
+            self._compute(function, inputs, grad_outputs, *outputs_of_dw())
+
+        self._grad_store.put(self.deferred, compute, num_bytes)
+
+    def _outputs_of_dw(self: Any, outputs: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+        """What a dW writes to: main gradients, or buffers that are made when it runs."""
+        if not self._is_grouped or self.fuse_wgrad_accumulation:
+            return lambda: outputs
+        (buffers,) = outputs
+        shape, like = (len(buffers), *buffers[0].shape), buffers[0].new_empty(0)
+        buffers[:] = [None] * len(buffers)  # the list that the module returns to autograd
+        return lambda: [list(like.new_empty(shape))]
 
     def _gather(self: Any, part: PartOfRows, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
         """As :meth:`_put`, for a part of the experts' rows: with the last one the factors of all are complete."""
         inputs, grad_outputs, *outputs = tensors
+        outputs_of_dw = self._outputs_of_dw(outputs)
         if not self._is_grouped:
             whole = part.add(self, Factors(grad_outputs, inputs))
             if whole is not None:
-                self._put_joined(function, [whole], outputs)
+                self._put_joined(function, [whole], outputs_of_dw)
             return
         pairs = enumerate(zip(grad_outputs, inputs, strict=True))
         wholes = [part.add(self, Factors(*pair), expert) for expert, pair in pairs]
         if wholes[0] is not None:
-            self._put_joined(function, wholes, outputs)
+            self._put_joined(function, wholes, outputs_of_dw)
 
     def _put_joined(
-        self: Any, function: Callable[..., Any], wholes: Sequence[JoinedFactors], outputs: Sequence[Any]
+        self: Any,
+        function: Callable[..., Any],
+        wholes: Sequence[JoinedFactors],
+        outputs_of_dw: Callable[[], Sequence[Any]],
     ) -> None:
         """Puts the dW over the rows of all parts; of a grouped module a dW of each expert."""
 
@@ -188,7 +209,7 @@ class TELinearPerChunk(LinearByPlan):
             joined = [whole.joined() for whole in wholes]
             inputs, grads = [one.input_TI for one in joined], [one.grad_TO for one in joined]
             factors = (inputs, grads) if self._is_grouped else (inputs[0], grads[0])
-            self._compute(function, *factors, *outputs)
+            self._compute(function, *factors, *outputs_of_dw())
 
         self._grad_store.put(self.deferred, compute, sum(whole.num_bytes for whole in wholes))
 

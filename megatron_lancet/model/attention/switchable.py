@@ -130,7 +130,14 @@ class SwitchableAttention:
                 "several lengths give a document no keys of an earlier chunk. Pass --lancet-chunk-dim batch, or "
                 "--transformer-impl local."
             )
-        for flag in () if self._is_te else sdpa_blockers(self._attention.config):
+        config = self._attention.config
+        if self._is_te and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
+            raise UsageError(
+                "sequence chunks do not work with attention in fp8 (fp8_dot_product_attention, "
+                "fp8_multi_head_attention): Transformer Engine has no such kernel for a chunk with earlier positions. "
+                "Pass --lancet-chunk-dim batch."
+            )
+        for flag in () if self._is_te else sdpa_blockers(config):
             raise UsageError(
                 f"{flag} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
                 "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."

@@ -87,7 +87,7 @@ def kernels_of_grouped_experts() -> dict[str, Any]:
 
 
 def test_experts_have_at_most_a_fifth_more_kernels_than_te(tmp_path):
-    """Of Transformer Engine a grouped GEMM counts as one kernel, which it is on request; by default it is sixteen."""
+    """Of Transformer Engine a grouped GEMM counts as one kernel, as forward and dX are on request; dW is sixteen."""
     (result,) = launch.results_of(kernels_of_grouped_experts, 1, tmp_path, timeout_s=100, te=launch.Te())
     forward, backward = result["forward"], result["backward"]
     assert result["accumulated in the GEMM"]

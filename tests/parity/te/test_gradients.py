@@ -35,11 +35,12 @@ def first_call_of_a_step(stack: ExitStack) -> None:
 
 
 def grad_from_autograd_counts(stack: ExitStack) -> None:
-    """Negative control: what autograd finds in ``.grad`` is added, as for Megatron's own linear layers."""
+    """Negative control: a grouped linear hands autograd its buffers, and what autograd finds in ``.grad`` is added."""
     from megatron_lancet.features.te import linear
     from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 
     stack.enter_context(replaced(linear._WeightWithPlaceholder, "report", DeferredWeight.report))
+    stack.enter_context(replaced(linear.TELinearPerChunk, "_outputs_of_dw", lambda _, outputs: lambda: outputs))
 
 
 def all_results() -> dict[str, Any]:

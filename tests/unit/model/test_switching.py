@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from megatron_lancet import registry
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
@@ -189,3 +191,13 @@ def test_setup_that_is_not_switchable_refuses_another_plan(one_rank):
     switchable.switch(SEQUENCE)
     assert switchable.plan is SEQUENCE
     assert decided(model) == [FUSED] * 3
+
+
+@pytest.mark.parametrize("name", ["fp8_dot_product_attention", "fp8_multi_head_attention"])
+def test_sequence_chunks_refuse_attention_in_fp8(name):
+    """Transformer Engine has no kernel for it whose mask is aligned to the last position."""
+    attention = object.__new__(SwitchableAttention)
+    settings = {"fp8_dot_product_attention": False, "fp8_multi_head_attention": False, name: True}
+    attention._is_te, attention._attention = True, SimpleNamespace(config=SimpleNamespace(**settings))
+    with pytest.raises(UsageError, match=r"do not work with attention in fp8 .* Pass --lancet-chunk-dim batch"):
+        attention.check(cuts_documents=False)
