@@ -140,7 +140,11 @@ class DeduplicatedDispatcher:
             return received
         holders = list(routes.rows_by_expert_tp_rank)
         return tuple(
-            gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
+            gather_from_sequence_parallel_region(
+                rows.contiguous(),
+                group=self._tp_group,
+                output_split_sizes=holders,  # NCCL refuses views
+            )
             for rows in received
         )
 

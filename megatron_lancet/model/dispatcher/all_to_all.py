@@ -156,7 +156,11 @@ class AllToAllDispatcher:
         if self.tp_size > 1:
             holders = list(routes.rows_by_expert_tp_rank)
             tokens, probs = (
-                gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
+                gather_from_sequence_parallel_region(
+                    rows.contiguous(),
+                    group=self._tp_group,
+                    output_split_sizes=holders,  # NCCL refuses views
+                )
                 for rows in (tokens, probs)
             )
         if not self._needs_sort(routes, last_expert_first):

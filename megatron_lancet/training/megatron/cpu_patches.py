@@ -46,6 +46,8 @@ def _gather_uneven(
     """Megatron's all-gather along the first dimension, also of parts of different sizes, which gloo lacks."""
     if output_split_sizes is None or group.size() == 1:
         return stock(input_, group, output_split_sizes, *args, **kwargs)
+    if not input_.is_contiguous():
+        raise ValueError("Tensors must be contiguous")  # as NCCL does
     gathered = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
     copies = torch.cat([input_] * group.size())
     _all_to_all_single(gathered, copies, list(output_split_sizes), [len(input_)] * group.size(), group=group)
