@@ -171,16 +171,19 @@ def _copies(own: torch.nn.ModuleList, holders: ExpertHolders, rank: int) -> list
         for expert in experts:
             home = holders.home(expert)
             if rank == home:
-                for value in own[expert % len(own)].state_dict().values():
-                    if torch.is_tensor(value):
-                        dist.send(value.contiguous(), holder)
+                for value in _values_of(own[expert % len(own)]):
+                    dist.send(value.contiguous(), holder)
             elif rank == holder:
                 replica = _copy_of(own[0])
-                for value in replica.state_dict().values():
-                    if torch.is_tensor(value):
-                        dist.recv(value, home)
+                for value in _values_of(replica):
+                    dist.recv(value, home)
                 received.append(replica)
     return received
+
+
+def _values_of(expert: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, which are on the device; a state dict may also have tensors of the host."""
+    yield from (*expert.parameters(), *expert.buffers())
 
 
 def _copy_of(expert: torch.nn.Module) -> torch.nn.Module:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 
 from megatron_lancet.config import LancetConfig
@@ -111,7 +112,7 @@ class Overlap(RunHook):
         models = [language_model_of(stage) for stage in stages]
         shape = self._known_shape(models[0])
         args = run_arguments(models, self._ddp_config, shape, self._timeout_minutes)
-        facts = self.choose(args, self._config, next(models[0].parameters()).device)
+        facts = self.choose(args, self._config, _device_of(models[0]))
         if facts.plan is None:
             return NoOverlap()(stages)
         if shape.has_packed_samples:
@@ -205,6 +206,13 @@ class Overlap(RunHook):
     def _is_trained(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
         """Whether steps of a model, or of its stages, follow the plan."""
         return any(self.is_prepared(one) for one in ([model] if isinstance(model, torch.nn.Module) else model))
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """The device of a model's training; a builder may call its hooks before it moves the weights there."""
+    device = next(model.parameters()).device
+    moves_later = device.type == "cpu" and dist.Backend.NCCL in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if moves_later else device
 
 
 def _config_of(flags: Sequence[str], settings: dict[str, object], shapes_change: bool) -> LancetConfig:

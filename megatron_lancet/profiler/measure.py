@@ -269,7 +269,7 @@ class ProfileRun:
             whole=Link(comm.transport, self._ep_group, ep_rank, facts.ep_size, largest_bytes, comm.nodes is not None),
             between_nodes=between_nodes,
             inside_node=inside_node,
-            reduce_group=parallel_state.get_data_parallel_group(),
+            reduce_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             counts=torch.zeros(num_counts, dtype=torch.int64, device=self._model.device),
             device=self._model.device,
             sizes=self._chunk_sizes(),

@@ -51,7 +51,7 @@ def new_groups(
 
 def _nccl_options(group: dist.ProcessGroup) -> Any:
     """A group's settings for NCCL, such as a bound on its SMs, for a new group; None with another backend."""
-    if dist.get_backend(group) != dist.Backend.NCCL:
+    if dist.Backend.NCCL not in str(dist.get_backend(group)):  # such as cpu:gloo,cuda:nccl
         return None
     given: Any = group._get_backend(torch.device("cuda")).options
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)

@@ -201,6 +201,9 @@ class Comm:
         try:
             return exchange.transfer.wait()
         except RuntimeError as error:
+            if self.stats.on_cuda:  # an error of this rank's device: NCCL's watchdog ends the process if a peer is lost
+                error.add_note(f"seen in the wait for {exchange.op} ({exchange.op.description()})")
+                raise
             raise self._failure(exchange.op, exchange.launched_s, exchange.micro_batch, error) from error
 
     def wait_for_own_counts(self, exchange: CountsExchange) -> list[list[int]]:

@@ -101,7 +101,7 @@ class CountsExchange:
         self.transfer.when_done(callback)
 
     def wait_for_own(self) -> list[list[int]]:
-        """Waits until the sent counts [Q][e] are known on the host; other ranks are not waited for."""
+        """Waits until the sent counts [Q][e] are known on the host, see the method of ``CountsTransfer``."""
         return self._comm.wait_for_own_counts(self)
 
     def wait(self) -> TokenCounts:

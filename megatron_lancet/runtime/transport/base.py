@@ -129,7 +129,10 @@ class CountsTransfer(Protocol):
         """Calls ``callback`` on completion or failure: now, or on another thread. Needs ``launches_in_callback``."""
 
     def wait_for_own(self) -> list[list[int]]:
-        """Blocks the host until the sent counts [Q][e] are known there; other ranks are not waited for."""
+        """Blocks the host until the sent counts [Q][e] are known there.
+
+        Other ranks are not waited for, except on CUDA by an earlier exchange that is still in flight.
+        """
 
     def wait(self) -> TokenCounts:
         """Blocks the host until the counts are known there."""

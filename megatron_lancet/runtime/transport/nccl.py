@@ -56,13 +56,15 @@ class _StreamCounts:
         with torch.cuda.stream(stream):
             sent = count()
             self.num_bytes = sent.nbytes - sent.nbytes // self._num_ranks
-            self._on_host = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
-            self._on_host[0].copy_(sent, non_blocking=True)
+            on_host = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
+            self._on_host: torch.Tensor | None = on_host
+            on_host[0].copy_(sent, non_blocking=True)
             self._times = EventPair()
             self._received = torch.empty_like(sent)
             dist.all_to_all_single(self._received, sent, group=group)
-            self._on_host[1].copy_(self._received, non_blocking=True)
+            on_host[1].copy_(self._received, non_blocking=True)
             self._times.end.record()
+        self._counts: TokenCounts | None = None
         # Kernels of the compute stream read it. This stream, in whose memory it is, must not reuse it before them.
         self._received.record_stream(compute)
 
@@ -79,14 +81,21 @@ class _StreamCounts:
         return self._times.start, self._times.end
 
     def wait_for_own(self) -> list[list[int]]:
+        if self._counts is not None:
+            return self._counts.sent
         self._times.start.synchronize()
+        assert self._on_host is not None
         own: list[list[int]] = self._on_host[0].view(self._num_ranks, -1).tolist()
         return own
 
     def wait(self) -> TokenCounts:
-        self._times.end.synchronize()  # the host needs the counts: they are shapes
-        sent, received = self._on_host.view(2, self._num_ranks, -1).tolist()
-        return TokenCounts(sent, received, self._received.view(self._num_ranks, -1))
+        if self._counts is None:
+            self._times.end.synchronize()  # the host needs the counts: they are shapes
+            assert self._on_host is not None
+            sent, received = self._on_host.view(2, self._num_ranks, -1).tolist()
+            self._on_host = None  # pinned memory, which the backward would keep until then
+            self._counts = TokenCounts(sent, received, self._received.view(self._num_ranks, -1))
+        return self._counts
 
 
 class StreamTransport(Transport):

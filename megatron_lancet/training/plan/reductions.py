@@ -10,16 +10,17 @@ from megatron_lancet.schedule.reductions import GradientReduction, default_bucke
 
 def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
     """Describes how a run with validated arguments reduces gradients in its backward pass; None if it does not."""
-    if not args.overlap_grad_reduce or args.data_parallel_size == 1:
+    dense_ranks = args.data_parallel_size * args.context_parallel_size
+    if not args.overlap_grad_reduce or dense_ranks == 1:
         return None
     wide = args.params_dtype is torch.float32 or args.accumulate_allreduce_grads_in_fp32
     element_bytes = (torch.float32 if wide else args.params_dtype).itemsize
-    bucket_bytes = default_bucket_bytes(args.data_parallel_size) * element_bytes // torch.float32.itemsize
+    bucket_bytes = default_bucket_bytes(dense_ranks) * element_bytes // torch.float32.itemsize
     if args.ddp_bucket_size is not None:
         bucket_bytes = args.ddp_bucket_size * element_bytes
     model_ranks = args.pipeline_model_parallel_size * (args.expert_tensor_parallel_size or 1)
     reduction = GradientReduction(
-        dense_ranks=args.data_parallel_size,
+        dense_ranks=dense_ranks,
         expert_ranks=max(1, args.world_size // (model_ranks * args.expert_model_parallel_size)),
         bucket_bytes=max(1, bucket_bytes),
         is_scatter=args.use_distributed_optimizer,

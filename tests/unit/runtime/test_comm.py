@@ -1,6 +1,8 @@
 """When messages that wait for token counts are launched, and in which order."""
 
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -329,3 +331,18 @@ def test_rows_that_stay_in_a_hop_are_not_counted_as_sent():
     splits = RowSplits(sent=(1, 4), received=(1, 4))
     comm.launch(op(0, "node_combine"), (torch.zeros(5, 3),), splits).wait()
     assert comm.stats.take().payload_bytes == 4 * 3 * 4
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_fault_of_a_ranks_own_device_blames_no_other(on_cuda):
+    """On CUDA a wait for counts raises what the rank's own kernels did; NCCL ends the process if a peer is lost."""
+    fault = RuntimeError("CUDA error: device-side assert triggered")
+    stats = cpu_stats()
+    comm = Comm(NamedLoopback(), None, stats, own_rank=0)
+    stats.on_cuda = on_cuda
+    transfer = SimpleNamespace(wait=Mock(side_effect=fault))
+    counts = SimpleNamespace(op=op(7, "counts"), transfer=transfer, launched_s=0.0, micro_batch=None)
+    with pytest.raises(RuntimeError, match="device-side assert") as found:
+        comm.wait_for_counts(counts)
+    assert (found.value is fault) == on_cuda
+    assert "".join(getattr(fault, "__notes__", [])).startswith("seen in the wait for L1.c7.F.counts") == on_cuda

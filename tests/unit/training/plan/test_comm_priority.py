@@ -68,7 +68,8 @@ def test_comm_priority_notices_another_start_grad_sync():
 def test_planner_knows_how_gradients_are_reduced():
     layout = {
         "world_size": 16,
-        "data_parallel_size": 8,
+        "data_parallel_size": 4,
+        "context_parallel_size": 2,  # these ranks sum gradients, too
         "pipeline_model_parallel_size": 2,
         "expert_tensor_parallel_size": 1,
         "params_dtype": torch.bfloat16,
@@ -87,7 +88,7 @@ def test_planner_knows_how_gradients_are_reduced():
     )
     in_fp32 = {**layout, "accumulate_allreduce_grads_in_fp32": True, "ddp_bucket_size": 1000}
     assert reduction_of(arguments(**in_fp32), config_with()).bucket_bytes == 4000
-    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1}), FIRST) is None
+    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1, "context_parallel_size": 1}), FIRST) is None
     assert reduction_of(arguments(**layout, overlap_grad_reduce=False), config_with()) is None
 
 
