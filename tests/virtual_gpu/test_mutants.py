@@ -16,7 +16,7 @@ REPORTED = mutants.reported()
 CAUGHT = [name for name, row in REPORTED.items() if row["case"]]
 UNDEFINED = (
     "runtime/transport/nccl.py _StreamCounts.__init__: dist.all_to_all_single(self._received, sent, group=group) "
-    "[behind self._on_host[1].copy_(self._received, non_blocking=True)]"
+    "[behind on_host[1].copy_(self._received, non_blocking=True)]"
 )
 """Copies counts that have not arrived: the error that follows depends on the memory."""
 REPEAT = "Run: python -m tests.virtual_gpu.mutants --write"

@@ -123,18 +123,16 @@ class Source:
         found = (getattr(module, "deferred", None) or () for module in self.modules)
         return [weight for one in found for weight in ((one,) if isinstance(one, DeferredWeight) else one)]
 
-    def warm_up_thread(self, like: Inputs, stream: Any) -> None:
-        """Runs an eager forward on the stream of the captures.
+    def warm_up_thread(self, like: Inputs) -> None:
+        """Runs an eager forward on this thread.
 
         Libraries make handles and plans in a thread's first call, which CUDA forbids in a capture. With pairs the
         forwards of all earlier steps ran on another thread.
         """
         x = ChunkState(like.chunk)
-        stream.wait_stream(torch.cuda.current_stream())
-        with _without_hooks(self.modules), _without_forks(), torch.cuda.stream(stream):
-            x.hidden_sbH = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=True)
+        x.hidden_sbH = torch.zeros(like.shape, dtype=like.dtype, device=self.device, requires_grad=True)
+        with _without_hooks(self.modules), _without_forks():
             self.warm_up(x)
-        torch.cuda.current_stream().wait_stream(stream)
 
     @property
     def device(self) -> torch.device:

@@ -127,7 +127,7 @@ class StageGraphs:
         sources = {number: _source(*of_layer) for number, of_layer in self._layers.items()}
         _check_stream_of_ddp(sources.values())
         for layer, num_chunks, index in (place for path in self._paths for place in path.places()):
-            sources[layer].warm_up_thread(self._like[num_chunks, index], stream)
+            sources[layer].warm_up_thread(self._like[num_chunks, index])
         for _ in range(self._num_slots):
             pool = Pool(torch.cuda.graph_pool_handle(), stream)
             self._slots.append({path: self._captured(path, sources, pool, buffers) for path in self._paths})

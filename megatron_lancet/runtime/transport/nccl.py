@@ -83,15 +83,15 @@ class _StreamCounts:
     def wait_for_own(self) -> list[list[int]]:
         if self._counts is not None:
             return self._counts.sent
-        self._times.start.synchronize()
         assert self._on_host is not None
+        self._times.start.synchronize()
         own: list[list[int]] = self._on_host[0].view(self._num_ranks, -1).tolist()
         return own
 
     def wait(self) -> TokenCounts:
         if self._counts is None:
-            self._times.end.synchronize()  # the host needs the counts: they are shapes
             assert self._on_host is not None
+            self._times.end.synchronize()  # the host needs the counts: they are shapes
             sent, received = self._on_host.view(2, self._num_ranks, -1).tolist()
             self._on_host = None  # pinned memory, which the backward would keep until then
             self._counts = TokenCounts(sent, received, self._received.view(self._num_ranks, -1))

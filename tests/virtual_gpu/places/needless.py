@@ -19,6 +19,12 @@ NEEDLESS: dict[tuple[str, ...], str] = {
     ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,
     ("runtime/transport/works.py", "WorksTransfer.wait", "work.wait()"): _GLOO,
     (
+        "runtime/weight_grad_store.py",
+        "DeferredWeight.report",
+        "parameter.grad.record_stream(self.ddp_stream)",
+    ): "Only Transformer Engine's biases have such a gradient, and the cases here run without it: case te/bias/k=2 of "
+    "virtual_gpu/test_cases needs it.",
+    (
         "runtime/trace.py",
         "Trace.begin_step",
         "torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning",
