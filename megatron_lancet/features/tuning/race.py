@@ -166,7 +166,7 @@ class Race:
         self._lines.append(
             f"a step has {num_micro_batches} micro-batches now, {self._num_micro_batches} before: measuring anew"
         )
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches, self._before_ms = num_micro_batches, None
         for entry in self._entries.values():
             entry.steps, entry.num_turns = [], 0
         self._num_left_of_turn = len(self._queue)

@@ -82,6 +82,13 @@ def test_no_overlap_leaves_early_if_far_slower_twice(before_ms, kernel_ms, first
     assert race.winner.plan == TWO
 
 
+def test_step_before_the_race_is_forgotten_with_another_batch():
+    race = Race([NO_OVERLAP, Candidate(TWO), Candidate(FOUR)], NO_OVERLAP, None, 400)
+    assert not race.begin_again(8)
+    assert race.begin_again(4)
+    assert Counter(run(race, {BASE: 400, TWO: 150, FOUR: 200}))[BASE] == MIN_TURNS
+
+
 def test_early_end_of_no_overlap_ends_no_race():
     race = Race([NO_OVERLAP, Candidate(TWO)], NO_OVERLAP, None, 400)
     assert run(race, {BASE: 400, TWO: 150}) == [BASE, TWO] * MIN_TURNS
