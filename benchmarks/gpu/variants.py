@@ -1,7 +1,7 @@
 """The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -14,6 +14,7 @@ from megatron_lancet.features.cuda_graphs.feature import ActiveGraphs
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
@@ -286,11 +287,10 @@ def _with_ddp(config: Any, model: Any, ddp: Mapping[str, Any]) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp_config = DistributedDataParallelConfig(**ddp)
-    if not ddp_config.overlap_grad_reduce:
-        return DistributedDataParallel(config, ddp_config, model)
-    with _side_stream():
+    with _side_stream() if on_cuda(next(model.parameters())) else nullcontext():
         wrapped = DistributedDataParallel(config, ddp_config, model)
-    config.no_sync_func = wrapped.no_sync
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = wrapped.no_sync
     return wrapped
 
 

@@ -10,8 +10,10 @@ from megatron_lancet.schedule.reductions import GradientReduction, default_bucke
 
 def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
     """Describes how a run with validated arguments reduces gradients in its backward pass; None if it does not."""
+    if not args.overlap_grad_reduce:
+        return None
     dense_ranks = args.data_parallel_size * args.context_parallel_size
-    if not args.overlap_grad_reduce or dense_ranks == 1:
+    if dense_ranks == 1:
         return None
     wide = args.params_dtype is torch.float32 or args.accumulate_allreduce_grads_in_fp32
     element_bytes = (torch.float32 if wide else args.params_dtype).itemsize
