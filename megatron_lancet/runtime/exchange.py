@@ -101,7 +101,7 @@ class CountsExchange:
         self.transfer.when_done(callback)
 
     def wait_for_own(self) -> list[list[int]]:
-        """Waits until the sent counts [Q][e] are known on the host, see the method of ``CountsTransfer``."""
+        """Waits until the sent counts [Q][e] are known on the host; see ``CountsTransfer``."""
         return self._comm.wait_for_own_counts(self)
 
     def wait(self) -> TokenCounts:

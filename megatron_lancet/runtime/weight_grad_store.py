@@ -122,7 +122,7 @@ class DeferredWeight:
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
         if parameter.grad is None:
             parameter.grad = self._placeholder
-        elif self.ddp_stream is not None:  # DDP drops it there, and it is memory of the stream of the backward
+        elif self.ddp_stream is not None:  # DDP frees it there, and the backward allocated it elsewhere
             parameter.grad.record_stream(self.ddp_stream)
         self._report_ready()
         self.num_reported += 1

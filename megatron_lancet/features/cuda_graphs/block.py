@@ -102,8 +102,8 @@ class Source:
     Attributes:
         run: runs both on a chunk with hidden states. Takes the router logits of the earlier chunks, [s, b, E] each, if
             the chunk is the last of several. Returns the chunk's logits, or None for the last chunk.
-        warm_up: runs both eagerly, without a trace in what the router counts and logs.
-        modules: all modules of both, and the modules inside.
+        warm_up: runs both eagerly; the router counts and logs nothing.
+        modules: all modules of both, submodules included.
         store: store of deferred dWs.
     """
 
@@ -153,7 +153,7 @@ class CapturedBlock:
             module for module in source.modules if next(module.parameters(recurse=False), None) is not None
         ]
         self._deferred: list[DeferredWeight] = []
-        self._rotary: list[Any] = []  # a graph reads it, and a module of latent attention keeps it in a bounded cache
+        self._rotary: list[Any] = []  # graphs read it, and latent attention keeps it only in a bounded cache
 
     @property
     def logits(self) -> torch.Tensor:
@@ -304,7 +304,7 @@ def _without_forks() -> AbstractContextManager[None]:
 
 @contextmanager
 def _rotary_of(modules: Sequence[torch.nn.Module]) -> Iterator[list[Any]]:
-    """Yields the rotary embeddings that modules have returned inside, and the tensors that they keep."""
+    """Yields the rotary embeddings that the modules return inside the context, and the buffers of these modules."""
     embeddings = [module for module in modules if isinstance(module, RotaryEmbedding)]
     found: list[Any] = [list(module.buffers()) for module in embeddings]
     with ExitStack() as stack:

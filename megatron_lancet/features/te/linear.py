@@ -6,9 +6,9 @@ Two of their habits give wrong gradients with chunks:
   to it only where ``fuse_wgrad_accumulation and not is_first_microbatch``. Chunks come back in reverse order, so the
   first chunk's dW would overwrite the dWs of all others. Here no call is the first. The quantized weights are dropped
   instead, so that the next call makes them again, and all dWs are added, to the zeros that DDP has written.
-- A grouped linear that defers dW without fusion hands autograd the buffers that dW *will be* written to: memory that no
-  bound counts, and copies and sums of what is in it. If dW runs at once, autograd finds it in ``.grad``, and DDP adds
-  it a second time. Here such buffers are made when dW runs, and ``.grad`` of a weight never counts.
+- A grouped linear that defers dW without fusion hands autograd the buffers that dW *will be* written to. No bound
+  counts this memory, and autograd copies and adds its undefined content. If dW runs at once, autograd finds it in
+  ``.grad``, and DDP adds it a second time. Here dW makes the buffers when it runs. DDP adds no ``.grad`` of a weight.
 
 Transformer Engine's interface for deferred dWs, from version 2.8 on, as far as it is used here: a module's backward
 calls ``wgrad_store.put(tensors, function)``; ``function(*tensors)`` computes dW and, outside of fp8, the bias
@@ -71,7 +71,7 @@ class _WeightWithPlaceholder(DeferredWeight):
     def report(self) -> None:
         self.parameter.grad = None
         super().report()
-        # The next backward may have begun its forward already. See TELinearPerChunk.forward.
+        # TELinearPerChunk.forward drops it too, but the next micro-batch's forward may already have run.
         vars(self.parameter).pop("grad_added_to_main_grad", None)
 
 

@@ -132,7 +132,7 @@ def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
     """Numbers of tiles that a planner may choose, and why the run excludes others; None for the profiled numbers.
 
-    None by default: in no measured training were tiles the fastest plan, and they take four more steps of the profile.
+    By default no tiles are tried: no measured training was fastest with them, and their profile takes four steps.
 
     Args:
         args: Megatron's arguments, validated or not.

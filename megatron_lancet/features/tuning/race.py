@@ -27,7 +27,8 @@ NUM_SETTLE_STEPS = 1
 MIN_TURNS = 2
 """A plan that looks slow in its first turn may have met a disturbance."""
 FAR_SLOWER = 1.25
-"""No overlap leaves after one turn if its steps took this many times the fastest plan's, in the profile too."""
+"""A plan without overlap leaves after one turn if its step took this many times as long as the fastest plan's, in the
+profile and in that turn."""
 MAX_TURNS = 6
 """Plans that are as close as this after six turns may run either way."""
 _EQUAL_PART_OF_NOISE = 0.5
@@ -200,9 +201,9 @@ class Race:
             self._add_kernel()
 
     def _far_slower(self, stats: Sequence[tuple[_Entry, StepStats]], best: StepStats) -> list[tuple[_Entry, StepStats]]:
-        """What overlaps nothing and was far slower twice: before the race and in its first turn.
+        """Plans without overlap that were far slower than the fastest plan before the race and in their first turn.
 
-        These steps cost most, and a disturbance rarely lasts from one to the other. Two plans stay in any case.
+        Their steps cost most, and a disturbance rarely lasts from the profile to that turn. Two plans always stay.
         """
         limit_ms = FAR_SLOWER * best.step_ms
         if self._before_ms is None or self._before_ms <= limit_ms:

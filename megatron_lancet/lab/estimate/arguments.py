@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_lancet.cli.arguments import add_trust_argument
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.estimate.cluster_text import EXAMPLE, FORM, ClusterChoice
-from megatron_lancet.lab.estimate.devices import Span
+from megatron_lancet.lab.estimate.devices import LAUNCH_US, LOCAL_LAUNCH_US, Span
 from megatron_lancet.lab.what_if.arguments import add_routing_argument
 
 
@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
-        help="host time of a kernel's launch, Python included, in us (default: 8 to 80 with Megatron's local layers, "
-        "5 to 35 with Transformer Engine's)",
+        help="host time of a kernel's launch, Python included, in us (default: "
+        f"{LOCAL_LAUNCH_US.fast:g} to {LOCAL_LAUNCH_US.slow:g} with Megatron's local layers, {LAUNCH_US.fast:g} to "
+        f"{LAUNCH_US.slow:g} with Transformer Engine's)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.atomic import atomic_write
+from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.estimate.arguments import cluster_of, launch_us_of
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.devices import LAUNCH_US, LOCAL_LAUNCH_US, NO_LAUNCH_US, Span, Speeds, corners
@@ -72,10 +73,19 @@ def speeds_of(run: Run, cluster: ClusterChoice, launch_us: Span | None = None) -
 
 
 def launch_us_in(run: Run, asked: Span | None) -> Span:
-    """Host time of a kernel's launch in a run: as asked, or else by its layers; none if CUDA graphs launch kernels."""
-    if run.args.cuda_graph_impl != "none":
-        return NO_LAUNCH_US
-    return asked or (LOCAL_LAUNCH_US if run.args.transformer_impl == "local" else LAUNCH_US)
+    """Host time of a kernel's launch in a run: as asked, or else by its layers; none if CUDA graphs launch kernels.
+
+    Raises:
+        UsageError: the run has CUDA graphs, and a time is asked for.
+    """
+    if run.args.cuda_graph_impl == "none":
+        return asked or (LOCAL_LAUNCH_US if run.args.transformer_impl == "local" else LAUNCH_US)
+    if asked not in (None, NO_LAUNCH_US):
+        raise UsageError(
+            f"--launch-us has no effect with --cuda-graph-impl {run.args.cuda_graph_impl}: graphs launch the kernels. "
+            "Drop one of the two."
+        )
+    return NO_LAUNCH_US
 
 
 def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:

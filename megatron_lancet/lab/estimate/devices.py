@@ -91,7 +91,7 @@ def corners(
     """Yields the ends of all ranges combined: a slow and a fast host, each with a slow and a fast GPU, and with links.
 
     Args:
-        launch_us: host time of a launch; one host is enough if both ends are alike.
+        launch_us: host time of a launch; equal ends give one host.
     """
     hosts_us = dict.fromkeys((launch_us.slow, launch_us.fast))
     for one_us, is_fast_gpu, is_fast_link in product(hosts_us, (False, True), (False, True)):

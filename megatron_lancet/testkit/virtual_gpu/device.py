@@ -103,7 +103,7 @@ class VirtualGpu:
 
     @property
     def has_handle(self) -> bool:
-        """Whether this thread has run a product. Not known, and so assumed, if the GPU is not watched."""
+        """Whether this thread has run a product; True if the GPU is not watched, because it sees none then."""
         return not self._is_watching or getattr(self._thread, "has_handle", False)
 
     def add_stream(self, stream: VirtualStream) -> int:
@@ -237,8 +237,8 @@ class VirtualGpu:
         name, site = base_name(function), call_site()
         if kind is Kind.ALLOCATION:
             made = self._placed(function(*args, **kwargs), self.current_stream().id, is_host, with_content=False)
-            if self.capture is not None and not is_host and self.capture.is_on(stream) and _fills_memory():
-                self.capture.fill(made)
+            if self.capture is not None and not is_host and self.capture.is_on(stream):
+                self.capture.allocated(made)
             return made
         if self.capture is not None and self.capture.is_on(stream):
             return self.capture.add(function, args, kwargs, kind)
@@ -332,10 +332,6 @@ class VirtualGpu:
             self.queues.record(other, event.number)
             self.queues.wait(allocation.stream, event.number)
         self.queues.add(allocation.stream, lambda: data.fill(0xFF))
-
-
-def _fills_memory() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 class _Watch(TorchDispatchMode):

@@ -154,9 +154,10 @@ class Capture:
         self._graph.kernels.append(CapturedKernel(name, site, cost, reads, self._bytes_of(writes), run))
         return result
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Adds the kernel with which torch's deterministic mode fills new memory."""
-        if tensor.is_floating_point():
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Adds the kernel that fills new memory in torch's deterministic mode."""
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if fills and torch.are_deterministic_algorithms_enabled() and tensor.is_floating_point():
             self.add(torch.ops.aten.fill_.Scalar, (tensor, math.nan), {}, Kind.KERNEL)
 
     def note(self, kernel: Kernel) -> None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import shlex
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.lab.estimate import published
+from megatron_lancet.lab.estimate.arguments import launch_us_of
 from megatron_lancet.lab.estimate.candidates import STOCK, stock
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.command import estimate_launch, speeds_of
@@ -136,6 +138,15 @@ def test_a_slow_host_makes_chunks_slower():
     fast, slow = best_of(2.0), best_of(80.0)
     assert fast["two chunks"] < fast["one chunk"]
     assert slow["one chunk"] < slow["two chunks"] < slow["four chunks"]
+
+
+def test_launch_times_without_effect_or_range_are_refused():
+    graphs = launch("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "--te-rng-tracker")
+    with pytest.raises(UsageError, match="--launch-us has no effect with --cuda-graph-impl transformer_engine"):
+        estimate_launch(graphs, ClusterChoice.parse(CLUSTER), EVEN, Span(9.0, 3.0))
+    for low, high in ((9.0, 3.0), (0.0, 1.0), (1.0, float("inf"))):
+        with pytest.raises(UsageError, match="--launch-us expects LOW and HIGH in us, 0 < LOW <= HIGH, got"):
+            launch_us_of(Namespace(launch_us=[low, high]))
 
 
 def test_uneven_routing_makes_stock_slower():
