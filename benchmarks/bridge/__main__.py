@@ -80,10 +80,10 @@ def _measure(folder: Folder, between: Link, num_turns: int) -> dict[str, Any]:
             return Running(variant, job)
 
         for_rate = start(variants.FOR_RATE, [*common, *variants.FOR_RATE.flags], [])
-        rate_bps = set_rate(for_rate, case.share, between)
         running = [start(variant, [*common, *variant.flags], []) for variant in variants.MEGATRON]
         in_bridge = {"module": _RANK, "import_paths": variants.import_paths()}
         running += [start(one, [], variants.bridge_options(folder), **in_bridge) for one in variants.BRIDGE]
+        rate_bps = set_rate(for_rate, running, case.share, between)
         for one in running:
             say(f"      {one.variant.name}: first steps")
             one.settle()

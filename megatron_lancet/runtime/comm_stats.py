@@ -188,6 +188,15 @@ class CommStats:
         """Raises ``counter`` to at least ``amount``."""
         setattr(self._times, counter, max(getattr(self._times, counter), amount))
 
+    def read_reached(self) -> None:
+        """Reads the events that the device has reached, without waiting: steps that nothing closes keep few events."""
+        reached: list[_Timed] = []
+        ahead: list[_Timed] = []
+        for pair in self._pairs:
+            (reached if pair[1].query() and pair[2].query() else ahead).append(pair)
+        self._pairs = ahead
+        OpenTimes(self._times, reached).read()
+
     def close(self) -> OpenTimes:
         """Returns the counters since the last call, without waiting for the device, and begins the next step's."""
         closed = OpenTimes(self._times, self._pairs)

@@ -22,7 +22,8 @@ class SharedCore:
 
     Threads that start meanwhile inherit the core, so the first steps of a plan, in which libraries start theirs, run
     without it. So does a rank whose operators run on several threads, or whose node has fewer than two cores a rank:
-    two ranks could share a core.
+    two ranks could share a core. A launcher may bind each rank to cores of its own; the node's cores are then the cores
+    of the process that started the rank.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,9 @@ class SharedCore:
 def _can_keep() -> bool:
     if torch.get_num_threads() > 1 or not hasattr(os, "sched_setaffinity"):
         return False
-    return len(os.sched_getaffinity(0)) >= _CORES_PER_RANK * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own, started_by = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return own > 1 and max(own, started_by) >= _CORES_PER_RANK * num_ranks
 
 
 def _core_of(thread: int) -> int:

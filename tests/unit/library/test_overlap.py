@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_lancet
 from megatron_lancet.errors import UsageError
+from megatron_lancet.library import overlap
 from megatron_lancet.library.models import has_experts, language_model_of
 from megatron_lancet.library.overlap import Overlap
 from megatron_lancet.library.run_arguments import check_packed_samples
@@ -35,6 +37,14 @@ def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(UsageError) as refused:
         Overlap(SimpleNamespace(), **SHAPE, **settings)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cuda:3")])
+def test_model_on_the_host_trains_where_its_ranks_talk(monkeypatch, backend, device):
+    """Megatron-Bridge calls its hooks before it moves the weights."""
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert overlap._device_of(torch.nn.Linear(1, 1)) == torch.device(device)
 
 
 def test_hook_needs_the_configuration_of_ddp():

@@ -22,10 +22,10 @@ def test_new_groups_have_the_settings_for_nccl_of_another_group(monkeypatch):
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
     monkeypatch.setattr(collectives, "from_all_ranks", lambda ranks: [[0, 2], [1, 3], [0, 2], [1, 3]])
     monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options=None, **_: made.append(pg_options) or ranks)
-    for backend in ("nccl", "gloo"):
+    for backend in ("nccl", "cpu:gloo,cuda:nccl", "gloo"):
         monkeypatch.setattr(dist, "get_backend", lambda _, backend=backend: backend)
         assert collectives.new_groups([1, 3], 1, timedelta(seconds=1), like=group) == [[1, 3]]
-    bounded, plain = made[:2], made[2:]
-    assert [(options.config.max_ctas, options.is_high_priority_stream) for options in bounded] == [(8, True)] * 2
+    bounded, plain = made[:4], made[4:]
+    assert [(options.config.max_ctas, options.is_high_priority_stream) for options in bounded] == [(8, True)] * 4
     assert bounded[0] is not bounded[1]  # torch writes the ranks of the group into them
     assert plain == [None] * 2

@@ -60,3 +60,17 @@ def test_closed_times_are_read_when_the_device_is_there(device):
     assert closed.read() == CommTimes(all_to_all_ms=4.0, exposed_ms=1.0, num_all_to_alls=1)
     assert stats.take() == CommTimes(num_all_to_alls=1)
     assert device.counts["synchronize"] == 1
+
+
+def test_reached_events_are_read_without_waiting(device):
+    """So that an evaluation of many batches doesn't keep the events of all."""
+    stats = CommStats(torch.device("cuda"))
+    for _ in range(4):
+        pass_message(device, stats, sent_ms=4.0, compute_ms=3.0)
+    device.reach(7)  # two messages of three events, and the first event of the third
+    waits = device.log.copy()
+    stats.read_reached()
+    assert device.counts["elapsed"] == 4
+    assert device.log == waits
+    assert stats.take() == CommTimes(all_to_all_ms=16.0, exposed_ms=4.0)
+    assert device.counts["elapsed"] == 8

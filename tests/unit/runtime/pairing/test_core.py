@@ -11,7 +11,7 @@ from megatron_lancet.features.pairing.core import SharedCore
 from megatron_lancet.features.pairing.pairing import NUM_FREE_STEPS, Pairing
 from megatron_lancet.schedule.plan import fixed_plan, paired
 
-OTHER, PLAN = 4711, paired(fixed_plan(1))
+OTHER, PARENT, PLAN = 4711, 4242, paired(fixed_plan(1))
 MASKS = {OTHER: {1, 2, 3}}
 
 
@@ -19,7 +19,8 @@ MASKS = {OTHER: {1, 2, 3}}
 def masks(monkeypatch) -> dict[int, set[int]]:
     """Cores by thread, of a machine with four of which this thread is on the third."""
     own = threading.get_native_id()
-    found = {own: {0, 1, 2, 3}, **MASKS}
+    found = {own: {0, 1, 2, 3}, PARENT: {0, 1, 2, 3}, **MASKS}
+    monkeypatch.setattr(os, "getppid", lambda: PARENT)
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: found[thread or own])
     monkeypatch.setattr(os, "sched_setaffinity", found.__setitem__)
     monkeypatch.setattr(core, "_core_of", lambda _: 2)
@@ -84,6 +85,15 @@ def test_threads_stay_where_they_are_without_a_core_to_share(masks, monkeypatch,
     before = dict(masks)
     with SharedCore().kept(OTHER):
         assert masks == before
+
+
+def test_rank_bound_to_cores_of_its_own_has_a_core_to_share(masks, monkeypatch):
+    """Eight ranks with two cores each: the process that started them has all sixteen."""
+    own = threading.get_native_id()
+    masks[own], masks[PARENT] = {2, 3}, set(range(16))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with SharedCore().kept(OTHER):
+        assert masks[own] == masks[OTHER] == {2}
 
 
 def test_first_steps_of_a_plan_keep_no_core(masks):
