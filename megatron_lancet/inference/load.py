@@ -59,6 +59,8 @@ _NOT_FOR_INFERENCE: dict[str, Any] = {
     "delay_wgrad_compute": False,
     "defer_embedding_wgrad_compute": False,
     "gradient_accumulation_fusion": False,
+    "fp8_param_gather": False,
+    "masked_softmax_fusion": False,  # apex's kernels, which training by another attention kernel did not need
     "moe_shared_expert_overlap": False,
     "moe_router_force_load_balancing": False,
     "moe_token_dispatcher_type": "alltoall",
@@ -243,15 +245,19 @@ def _process_groups(device: torch.device, args: argparse.Namespace) -> Iterator[
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend)
+    is_done = False
     try:
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=1
         )
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         yield
+        is_done = True
     finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        # NCCL waits here for all kernels of a group. After a failure they wait for rows of the rank that failed.
+        if is_done or backend == "gloo":
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
 
 
 def _load_weights(module: Any, run: StoredRun) -> None:

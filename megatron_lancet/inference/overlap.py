@@ -59,13 +59,13 @@ def overlap_evaluation(model: LoadedModel, plan: Plan, timeout: timedelta) -> Co
     Raises:
         UsageError: the overlapping layers don't support a part of the model, or the model can't run the plan.
     """
-    assert isinstance(model.module, GPTModel)
+    (gpt,) = (module for module in model.module.modules() if isinstance(module, GPTModel))  # within Float16Module
     stats = CommStats(model.device)
     group = parallel_state.get_expert_model_parallel_group()
     counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
     transport = make_transport(group, counts_group, model.device, stats, timeout)
     peers = Peers(get_process_group_ranks(group), get_rank(), distributed_c10d._get_default_store(), timeout)
     comm = Comm(transport, None, stats, own_rank=group.rank(), peers=peers)
-    overlap(model.module, plan, comm, overlaps_evaluation=True)
-    model.module.register_forward_hook(lambda *_: stats.read_reached())  # else all batches' events live to the end
+    overlap(gpt, plan, comm, overlaps_evaluation=True)
+    gpt.register_forward_hook(lambda *_: stats.read_reached())  # else all batches' events live to the end
     return stats

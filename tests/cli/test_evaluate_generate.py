@@ -29,11 +29,15 @@ TOLERANCE = 2e-6
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, token_data):
     """Folder of checkpoints, prefix of the validation data, and Megatron's validation loss on it."""
-    folder = tmp_path_factory.mktemp("trained")
+    return train(tmp_path_factory.mktemp("trained"), token_data)
+
+
+def train(folder: Path, token_data: str, *more: str) -> tuple[Path, Path, float]:
+    """Trains with some more flags."""
     valid = write_stream(folder / "valid_document", CONTEXT * VALID_WINDOWS + 1)
     flags = ["--train-data-path", token_data, "--valid-data-path", valid, "--train-iters", NUM_ITERS]
     flags += ["--eval-iters", VALID_WINDOWS // 16, "--save", folder / "checkpoints", "--save-interval", NUM_ITERS]
-    arguments = [*TINY_MODEL, *SHORT_RUN, *EP2, *DIVERSE, "--lancet-num-chunks", "2", *flags]
+    arguments = [*TINY_MODEL, *SHORT_RUN, *EP2, *DIVERSE, "--lancet-num-chunks", "2", *flags, *more]
     split = arguments.index("--split")  # excludes data of its own for validation
     del arguments[split : split + 2]
     results = launch.run(WORKER, arguments, 2, folder / "run")
@@ -127,6 +131,16 @@ def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path):
         tool("evaluate").main([*flags, "--chunks", "9"])
     with pytest.raises(UsageError, match=r"--replicas runs Megatron's own layers"):
         tool("evaluate").main([*flags, "--replicas", "2", "--tiles", "1"])
+
+
+def test_model_in_bf16_is_evaluated_in_chunks(token_data, tmp_path):
+    """Megatron wraps it, as most models that GPUs train; its loss has three digits."""
+    checkpoints, valid, expected = train(tmp_path, token_data, "--bf16")
+    flags = ["--load", checkpoints, "--data", valid, "--batch-size", 4, "--chunks", 2, "--output"]
+    launch.check(launch.run(TOOLS / "evaluate.py", [*flags, tmp_path / "chunks.json"], 2, tmp_path / "ranks"))
+    found = json.loads((tmp_path / "chunks.json").read_text())
+    assert found["loss"] == pytest.approx(expected, rel=2e-3)
+    assert found["num_all_to_alls"] > 0
 
 
 def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, capsys):

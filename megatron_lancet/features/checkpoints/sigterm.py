@@ -23,12 +23,21 @@ def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
     it.
 
     SIGTERM does so with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for one of
-    Megatron's handlers. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would
-    install Megatron's handler.
+    Megatron's handlers. With ``--async-save`` it ends the run at once, as in stock: the process that writes for
+    Megatron ends at the same signal, and the rank would wait for it.
+
+    To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would install Megatron's
+    handler.
     """
     if args.exit_signal_handler or args.exit_signal_handler_for_training:
         return False
-    args.exit_signal_handler = bool(args.save) and config.plan is not PlanChoice.OFF
+    wanted = bool(args.save) and config.plan is not PlanChoice.OFF
+    if wanted and args.async_save:
+        console.say(
+            "Megatron-Lancet: SIGTERM will end this run without a checkpoint, because --async-save's process ends at "
+            "the same signal. To finish the step and save at SIGTERM, drop --async-save."
+        )
+    args.exit_signal_handler = wanted and not args.async_save
     return bool(args.exit_signal_handler)
 
 

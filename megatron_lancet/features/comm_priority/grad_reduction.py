@@ -192,11 +192,13 @@ def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
 
     def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        _check_chunk(self, scheduler.micro_ops)
+        if self.ddp_config.overlap_grad_reduce:
+            _check_chunk(self, scheduler.micro_ops)
 
     def start_grad_sync(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         manager = ddp_buffers._coalescing_manager
-        if _collective_group(self).size() > 1:  # a single rank sends nothing
+        # A single rank sends nothing. A model without overlapped reductions is another one than the plan's.
+        if self.ddp_config.overlap_grad_reduce and _collective_group(self).size() > 1:
             manager = functools.partial(_recorded, scheduler)
         with replaced(ddp_buffers, "_coalescing_manager", manager):
             stock(self, *args, **kwargs)

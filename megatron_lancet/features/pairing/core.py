@@ -66,9 +66,10 @@ class SharedCore:
 def _can_keep() -> bool:
     if torch.get_num_threads() > 1 or not hasattr(os, "sched_setaffinity"):
         return False
-    own, started_by = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return own > 1 and max(own, started_by) >= _CORES_PER_RANK * num_ranks
+    own = found = len(os.sched_getaffinity(0))
+    with suppress(OSError):  # the process that started the rank has ended
+        found = max(own, len(os.sched_getaffinity(os.getppid())))
+    return own > 1 and found >= _CORES_PER_RANK * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _core_of(thread: int) -> int:

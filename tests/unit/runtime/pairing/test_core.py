@@ -21,7 +21,13 @@ def masks(monkeypatch) -> dict[int, set[int]]:
     own = threading.get_native_id()
     found = {own: {0, 1, 2, 3}, PARENT: {0, 1, 2, 3}, **MASKS}
     monkeypatch.setattr(os, "getppid", lambda: PARENT)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: found[thread or own])
+
+    def cores_of(thread: int) -> set[int]:
+        if thread and thread not in found:
+            raise ProcessLookupError
+        return found[thread or own]
+
+    monkeypatch.setattr(os, "sched_getaffinity", cores_of)
     monkeypatch.setattr(os, "sched_setaffinity", found.__setitem__)
     monkeypatch.setattr(core, "_core_of", lambda _: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -94,6 +100,13 @@ def test_rank_bound_to_cores_of_its_own_has_a_core_to_share(masks, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with SharedCore().kept(OTHER):
         assert masks[own] == masks[OTHER] == {2}
+
+
+def test_rank_whose_launcher_has_ended_goes_by_its_own_cores(masks):
+    own = threading.get_native_id()
+    del masks[PARENT]
+    with SharedCore().kept(OTHER):
+        assert masks[own] == {2}
 
 
 def test_first_steps_of_a_plan_keep_no_core(masks):

@@ -26,6 +26,7 @@ def arguments(folder, **changes) -> SimpleNamespace:
         "load": str(folder), "save": str(folder), "ckpt_step": None, "ckpt_format": "torch_dist",
         "pretrained_checkpoint": None, "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": False,
         "exit_signal_handler": False, "exit_signal_handler_for_training": False,
+        "async_save": False,
     }  # fmt: skip
     return SimpleNamespace(**{**known, **changes})
 
@@ -142,12 +143,21 @@ def test_check_before_start_looks_where_megatron_loads(folder, tmp_path):
         ({}, PlanChoice.OFF, False),
         ({"save": None}, PlanChoice.AUTO, False),
         ({"exit_signal_handler_for_training": True}, PlanChoice.AUTO, False),
+        ({"async_save": True}, PlanChoice.AUTO, False),
     ],
 )
 def test_sigterm_saves_depending_on_plan_and_flags(tmp_path, changes, plan, expected):
     args = arguments(tmp_path, **changes)
     assert saves_on_sigterm(args, config_with(plan=plan)) is expected
     assert args.exit_signal_handler is expected
+
+
+def test_sigterm_with_asynchronous_saves_is_explained(tmp_path, capsys):
+    """Their process would end at the signal, and the rank would wait for it."""
+    for save, plan in ((None, PlanChoice.AUTO), (str(tmp_path), PlanChoice.OFF), (str(tmp_path), PlanChoice.AUTO)):
+        assert not capsys.readouterr().out
+        assert not saves_on_sigterm(arguments(tmp_path, save=save, async_save=True), config_with(plan=plan))
+    assert "To finish the step and save at SIGTERM, drop --async-save" in capsys.readouterr().out
 
 
 def test_megatrons_own_sigterm_handler_is_left_alone(tmp_path):

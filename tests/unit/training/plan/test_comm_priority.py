@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority import grad_reduction
+from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
 from megatron_lancet.features.comm_priority.feature import ActivePriority, CommPriorityFlags, choose_micro_ops
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
@@ -52,6 +54,21 @@ def test_comm_priority_needs_overlapping_modules():
         UsageError, match=r"needs the overlapping block.*--lancet-plan off or has no expert parallelism"
     ):
         choose_micro_ops(arguments(), FIRST, None)
+
+
+def test_model_without_overlapped_reductions_is_stocks(monkeypatch):
+    """A launcher may train a second model, such as a critic, beside the plan's."""
+    managers = []
+    bucket_group, stock = grad_reduction._BUCKET_GROUP, ddp_buffers._coalescing_manager
+    monkeypatch.setattr(
+        bucket_group, "start_grad_sync", lambda self: managers.append(ddp_buffers._coalescing_manager is stock)
+    )
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    with grad_reduction.reductions_in_micro_ops(CommScheduler(MicroOps(1), CommStats(torch.device("cpu")))):
+        for overlaps in (False, True):
+            config = SimpleNamespace(overlap_grad_reduce=overlaps, use_distributed_optimizer=False)
+            bucket_group.start_grad_sync(SimpleNamespace(ddp_config=config, data_parallel_group=two_ranks))
+    assert managers == [True, False]
 
 
 def test_comm_priority_notices_another_start_grad_sync():
