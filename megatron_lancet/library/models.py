@@ -3,6 +3,7 @@
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -26,6 +27,13 @@ def language_model_of(stage: torch.nn.Module) -> LanguageModel:
             f"{type(stage).__name__}. Call the overlap with the language model itself."
         )
     return cast(LanguageModel, found[0])
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The device of a model's training; a builder may call its hooks before it moves the weights there."""
+    device = next(model.parameters()).device
+    moves_later = device.type == "cpu" and dist.Backend.NCCL in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if moves_later else device
 
 
 def has_experts(module: torch.nn.Module) -> bool:

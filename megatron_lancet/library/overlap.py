@@ -6,13 +6,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.changing_shapes import ChangingShapes
-from megatron_lancet.library.models import has_experts, language_model_of, refuse_foreign_parts
+from megatron_lancet.library.models import device_of, has_experts, language_model_of, refuse_foreign_parts
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.library.versions import check_megatron
 from megatron_lancet.model.gpt import LanguageModel
@@ -112,7 +111,7 @@ class Overlap(RunHook):
         models = [language_model_of(stage) for stage in stages]
         shape = self._known_shape(models[0])
         args = run_arguments(models, self._ddp_config, shape, self._timeout_minutes)
-        facts = self.choose(args, self._config, _device_of(models[0]))
+        facts = self.choose(args, self._config, device_of(models[0]))
         if facts.plan is None:
             return NoOverlap()(stages)
         if shape.has_packed_samples:
@@ -206,13 +205,6 @@ class Overlap(RunHook):
     def _is_trained(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
         """Whether steps of a model, or of its stages, follow the plan."""
         return any(self.is_prepared(one) for one in ([model] if isinstance(model, torch.nn.Module) else model))
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    """The device of a model's training; a builder may call its hooks before it moves the weights there."""
-    device = next(model.parameters()).device
-    moves_later = device.type == "cpu" and dist.Backend.NCCL in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if moves_later else device
 
 
 def _config_of(flags: Sequence[str], settings: dict[str, object], shapes_change: bool) -> LancetConfig:

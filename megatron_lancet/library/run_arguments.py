@@ -13,6 +13,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.library.models import device_of
 from megatron_lancet.training.arguments import default_arguments
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 
@@ -127,7 +128,6 @@ def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any
     num_rows, row = shape.micro_batch_size, shape.seq_length
     if shape.has_packed_samples:
         num_rows, row = 1, num_rows * row
-    is_cuda = next(model.parameters()).device.type == "cuda"
     return {
         "world_size": dist.get_world_size(),
         "rank": dist.get_rank(),
@@ -138,7 +138,7 @@ def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any
         "train_iters": _NO_END if shape.num_steps is None else shape.num_steps,
         "curr_iteration": 0,
         "distributed_timeout_minutes": timeout_minutes,
-        "distributed_backend": "nccl" if is_cuda else "gloo",
+        "distributed_backend": "nccl" if device_of(model).type == "cuda" else "gloo",
         "transformer_impl": TRANSFORMER_ENGINE if _has_te_layers(model) else "local",
         "padded_vocab_size": model.vocab_size,
         "swiglu": model.config.gated_linear_unit,

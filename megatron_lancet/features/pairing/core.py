@@ -6,6 +6,7 @@ a step in pairs a part of its host time: ``benchmarks/host_time`` measures both.
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ class SharedCore:
         self._core: int | None = None
         self._allowed: dict[int, set[int]] = {}
         """The cores that each kept thread may use otherwise."""
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _free_child(own()))
 
     @contextmanager
     def kept(self, *others: int) -> Iterator[None]:
@@ -61,6 +64,12 @@ class SharedCore:
             self._core = None
         else:
             self._allowed[thread] = allowed
+
+
+def _free_child(shared: SharedCore | None) -> None:
+    """A data loader may start its workers in a step: they would stay on the core for good."""
+    if shared is not None and shared._allowed:
+        os.sched_setaffinity(0, next(iter(shared._allowed.values())))
 
 
 def _can_keep() -> bool:

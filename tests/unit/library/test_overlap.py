@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 import megatron_lancet
 from megatron_lancet.errors import UsageError
-from megatron_lancet.library import overlap
-from megatron_lancet.library.models import has_experts, language_model_of
+from megatron_lancet.library.models import device_of, has_experts, language_model_of
 from megatron_lancet.library.overlap import Overlap
 from megatron_lancet.library.run_arguments import check_packed_samples
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
@@ -44,7 +43,7 @@ def test_model_on_the_host_trains_where_its_ranks_talk(monkeypatch, backend, dev
     """Megatron-Bridge calls its hooks before it moves the weights."""
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert overlap._device_of(torch.nn.Linear(1, 1)) == torch.device(device)
+    assert device_of(torch.nn.Linear(1, 1)) == torch.device(device)
 
 
 def test_hook_needs_the_configuration_of_ddp():

@@ -109,6 +109,22 @@ def test_rank_whose_launcher_has_ended_goes_by_its_own_cores(masks):
         assert masks[own] == {2}
 
 
+def test_process_that_starts_inside_is_not_kept(masks, monkeypatch):
+    """Such as a worker of a data loader."""
+    in_child = []
+    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: in_child.append(after_in_child))
+    shared = SharedCore()
+    in_child[0]()
+    assert 0 not in masks
+    with shared.kept(OTHER):
+        in_child[0]()
+        assert masks.pop(0) == {0, 1, 2, 3}
+    in_child[0]()
+    del shared
+    in_child[0]()  # of a plan that is no more
+    assert 0 not in masks
+
+
 def test_first_steps_of_a_plan_keep_no_core(masks):
     """Libraries start threads in them, which would inherit the core."""
     pairing, own = Pairing(None, on_cuda=False), threading.get_native_id()
