@@ -76,7 +76,7 @@ def sentence() -> str:
     ]
     users = _range([float(_against_users(one)) for one in summaries if USERS in one.variants], ".2f")
     left = _range([100 * one.variants[AUTO].waited_share for one in summaries], ".0f")
-    marks = "".join(f"; {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
+    marks = "".join(f"; some are {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
     return (
         f"> **Trainings with `--lancet-plan auto`, the default, against stock: where stock waits for "
         f"{'; where it waits for '.join(clauses)}.** Stock has our attention kernel and transport; against stock as a "

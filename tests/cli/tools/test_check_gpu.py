@@ -17,6 +17,7 @@ from benchmarks.gpu.check.driver import Check, run_limited
 from benchmarks.gpu.check.parts import PARTS, TOTAL_LIMIT_S, Part, turns
 from benchmarks.gpu.check.predict.file import committed, hash_of
 from benchmarks.gpu.record import Recorder, read_records
+from benchmarks.harness import machine_speed
 from tests.cli.loading import REPOSITORY as REPO
 from tests.cli.loading import TOOLS, load_tool
 
@@ -50,6 +51,7 @@ def part_that_runs(code: str, monkeypatch) -> None:
 def as_on_a_device(monkeypatch):
     monkeypatch.setattr(driver, "_REHEARSAL_FACTOR", 1)
     monkeypatch.setattr(driver, "_LEAST_S", 1.0)
+    monkeypatch.setattr(machine_speed, "measured", lambda: machine_speed.Speed(1.0, 1.0))  # takes seconds
 
 
 def check_in(folder: Path, limit_s: float = 60, is_rehearsal: bool = True) -> Check:

@@ -52,6 +52,12 @@ NEEDLESS: dict[tuple[str, ...], str] = {
     ): "The line below keeps two events for the counters, and enqueues nothing.",
     (
         "runtime/comm_stats.py",
+        "CommStats.read_reached",
+        "self._pairs = ...",
+        "not kept",
+    ): "Only an evaluation calls it, between batches: its times would be counted twice.",
+    (
+        "runtime/comm_stats.py",
         "EventPair.__init__",
         "self.start.record()",
         "recorded before the line above",
