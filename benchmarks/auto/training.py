@@ -201,8 +201,8 @@ def _check_memory(num_variants: int) -> None:
 def set_rate(reference: Running, others: Sequence[Running], share: float, link: Link) -> float:
     """Sets the link's rate so that the reference waits for a share of its step; returns bits per second.
 
-    The other variants have their turns in between, as in the measured turns: alone, with its data in the caches and its
-    router untrained, the reference computes up to a tenth faster.
+    The other variants have their turns in between, so that caches and memory are as in the measured turns. The share
+    still drifts by a few percent until then, with the state of the routers and the speed of the machine.
     """
     steps = reference.run(_RATE_STEPS)[1:]
     free = medians(steps)
