@@ -2,7 +2,7 @@
 
 Each case trains a small GPT-MoE on the sources of Python's standard library on two CPU ranks, through Megatron's own
 training: learned routing, Adam, gradient reductions and all-to-alls on one link whose rate the kernel caps. A case
-takes 5 to 12 minutes.
+takes 10 to 20 minutes.
 """
 
 import argparse

@@ -202,7 +202,7 @@ def set_rate(reference: Running, others: Sequence[Running], share: float, link: 
     """Sets the link's rate so that the reference waits for a share of its step; returns bits per second.
 
     The other variants have their turns in between, so that caches and memory are as in the measured turns. The share
-    still drifts by a few percent until then, with the state of the routers and the speed of the machine.
+    may still change by a few points before these.
     """
     steps = reference.run(_RATE_STEPS)[1:]
     free = medians(steps)

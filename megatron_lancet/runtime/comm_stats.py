@@ -189,7 +189,10 @@ class CommStats:
         setattr(self._times, counter, max(getattr(self._times, counter), amount))
 
     def read_reached(self) -> None:
-        """Reads the events that the device has reached, without waiting: steps that nothing closes keep few events."""
+        """Reads the events that the device has reached, without waiting.
+
+        An evaluation has no steps to close. It calls this after each batch, and so keeps the events of few batches.
+        """
         reached: list[_Timed] = []
         ahead: list[_Timed] = []
         for pair in self._pairs:

@@ -134,7 +134,7 @@ def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path):
 
 
 def test_model_in_bf16_is_evaluated_in_chunks(token_data, tmp_path):
-    """Megatron wraps it, as most models that GPUs train; its loss has three digits."""
+    """Megatron wraps such a model in Float16Module. Numbers in bf16 have three digits."""
     checkpoints, valid, expected = train(tmp_path, token_data, "--bf16")
     flags = ["--load", checkpoints, "--data", valid, "--batch-size", 4, "--chunks", 2, "--output"]
     launch.check(launch.run(TOOLS / "evaluate.py", [*flags, tmp_path / "chunks.json"], 2, tmp_path / "ranks"))

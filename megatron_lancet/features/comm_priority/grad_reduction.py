@@ -197,7 +197,7 @@ def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
 
     def start_grad_sync(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         manager = ddp_buffers._coalescing_manager
-        # A single rank sends nothing. A model without overlapped reductions is another one than the plan's.
+        # A single rank sends nothing. A model without overlapped reductions is not the plan's model.
         if self.ddp_config.overlap_grad_reduce and _collective_group(self).size() > 1:
             manager = functools.partial(_recorded, scheduler)
         with replaced(ddp_buffers, "_coalescing_manager", manager):

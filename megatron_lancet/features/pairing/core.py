@@ -67,7 +67,7 @@ class SharedCore:
 
 
 def _free_child(shared: SharedCore | None) -> None:
-    """A data loader may start its workers in a step: they would stay on the core for good."""
+    """Gives a process that starts in a step, such as a worker of a data loader, its cores back."""
     if shared is not None and shared._allowed:
         os.sched_setaffinity(0, next(iter(shared._allowed.values())))
 
