@@ -5,12 +5,14 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.auto.cases import AUTO, KEPT, Case, Variant
+from benchmarks.auto.cases import AUTO, KEPT, SAME, VARIANTS, Case, Variant
+from benchmarks.auto.start import START_STEPS, checkpoint, resumed
 from benchmarks.demo.folder import REPOSITORY, Folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, Link
@@ -46,14 +48,14 @@ _TE_FLAGS = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "
 SAMPLE_FIELDS = ("step_ms", "waited_ms", "reduced_ms", "loss")
 
 
-def training_flags(folder: Folder, case: Case) -> list[str]:
+def training_flags(folder: Folder, case: Case, num_steps: int = _NUM_STEPS) -> list[str]:
     """Megatron's flags of all variants of a case."""
     batch = SAMPLES_PER_RANK * NUM_NODES * case.micro_batches
     return [
         *f"{MODEL_FLAGS} {TRAINING_FLAGS}".split(),
         *("--num-experts", str(case.experts), "--moe-router-topk", str(case.topk)),
         *("--micro-batch-size", str(SAMPLES_PER_RANK), "--global-batch-size", str(batch)),
-        *("--train-iters", str(_NUM_STEPS), "--eval-interval", str(_NUM_STEPS + 1)),
+        *("--train-iters", str(num_steps), "--eval-interval", str(_NUM_STEPS + 1)),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder.tokenizer)),
         *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache)),
         *(_TE_FLAGS if case.te else ()),
@@ -65,21 +67,23 @@ class Running:
 
     Attributes:
         variant: what it runs.
+        first_step: number of its first step.
         steps: all its steps so far, in order.
         tuning: the first of them, in which it chose its plan; empty without a choice.
         measured: per turn, the steps whose times count.
     """
 
-    def __init__(self, variant: Variant, job: Job) -> None:
+    def __init__(self, variant: Variant, job: Job, first_step: int = 1) -> None:
         self.variant = variant
         self.job = job
+        self.first_step = first_step
         self.steps: list[Step] = []
         self.tuning: list[Step] = []
         self.measured: list[list[Step]] = []
 
     def run(self, num_steps: int) -> list[Step]:
         """Runs the next steps."""
-        start = len(self.steps) + 1
+        start = self.first_step + len(self.steps)
         self.job.run(range(start, start + num_steps), self._done)
         return self.steps[-num_steps:]
 
@@ -136,15 +140,16 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
     common = training_flags(folder, case)
     profiles = logs / f"{case.name}-profiles"
     shutil.rmtree(profiles, ignore_errors=True)
-    common += ["--lancet-cache", str(profiles)]
+    common += ["--lancet-cache", str(profiles), *resumed(_start(case, folder, link, logs))]
     with ExitStack() as stack:
 
         def start(variant: Variant) -> Running:
-            options = [*variant.options, *(["--te"] if case.te else [])]
+            options = [*variant.options, *_options(case)]
             log = logs / f"{case.name}-{variant.name}.log"
             log.unlink(missing_ok=True)
             flags = [*common, *case.flags_of(variant)]
-            return Running(variant, stack.enter_context(Job(variant.name, link, flags, log, options=options)))
+            job = stack.enter_context(Job(variant.name, link, flags, log, options=options))
+            return Running(variant, job, START_STEPS + 1)
 
         def start_all(variants: Sequence[Variant]) -> list[Running]:
             started = []
@@ -169,10 +174,20 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "share": case.share,
             "rate_bps": rate_bps,
             "micro_batches": case.micro_batches,
+            "start_steps": START_STEPS,
             "flags": [flag.removeprefix(f"{REPOSITORY}/") for flag in (*common, *case.flags)],
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},
         }
+
+
+def _options(case: Case) -> list[str]:
+    return ["--te"] if case.te else []
+
+
+def _start(case: Case, folder: Folder, link: Link, logs: Path) -> Path:
+    flags = training_flags(folder, replace(case, micro_batches=1), START_STEPS)
+    return checkpoint(folder, [*flags, *case.flags_of(VARIANTS[SAME])], _options(case), link, logs)
 
 
 def turns(running: Sequence[Running], number: int) -> None:
