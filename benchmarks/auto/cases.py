@@ -44,6 +44,8 @@ _GAPS = ("--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb",
 _REDUCED_LAYER_BY_LAYER = ("--overlap-grad-reduce", "--ddp-bucket-size", "262144")
 _DOCUMENTS = "--dataloader-inter-document-masking"
 _SKEWED = ("--moe-aux-loss-coeff", "0")
+_TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
+_TP += ("--expert-model-parallel-size", "4")
 _OVERLAP = (*_OFF, "--overlap-moe-expert-parallel-comm")
 VARIANTS = {
     variant.name: variant
@@ -84,6 +86,7 @@ class Case:
         kept: whether ``auto`` also runs with a kept profile.
         flags: further flags of Megatron.
         only: variants that run beside the reference and ``auto``; all that the case has, if empty.
+        ranks_per_node: ranks on each side of the link, a tensor parallel group.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Case:
     kept: bool = False
     flags: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    ranks_per_node: int = 1
 
     @property
     def described(self) -> str:
@@ -107,6 +111,7 @@ class Case:
                 ("gradients reduced in the backward pass", self.reduces_in_backward),
                 ("packed documents", _DOCUMENTS in self.flags),
                 ("no balancing loss", self.flags == _SKEWED),
+                ("tensor and sequence parallel on four ranks", self.ranks_per_node > 1),
             )
             if is_so
         ]
@@ -167,6 +172,7 @@ CASES = {
         Case("45-m2-te", 0.45, 2, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
         Case("45-m4-documents", 0.45, 4, flags=(_DOCUMENTS,)),
+        Case("45-m4-tp2", 0.45, 4, experts=8, flags=_TP, ranks_per_node=2),
         Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=(USERS, "k1", "k1-gaps", "k1-dedup")),
         Case(
             "45-m2-reductions",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.auto.cases import AUTO, CASES, SAME, USERS
+from benchmarks.auto.cases import AUTO, CASES, MEGATRON, MEGATRON_DELAYED, SAME, USERS
 from benchmarks.auto.summary import TRAINING_STEPS, CaseSummary, summarise
 from benchmarks.harness.tables import markdown
 from benchmarks.quoted.cells import NO_RESULT, linked, quartiles
@@ -16,14 +16,15 @@ _MUCH = 0.3
 
 def auto() -> str:
     """Every measured case, from its newest result."""
-    lines = [["case", "stock's step", "stock waits", "`auto` against stock (quartiles)"]]
+    lines = [["case", "after", "stock's step", "stock waits", "`auto` against stock (quartiles)"]]
     lines[0] += ["against stock as a user has it", "of the fastest fixed plan's step", "tuning", "its plan"]
-    lines[0] += [f"{TRAINING_STEPS} steps at", "losses"]
+    lines[0] += ["predicted", f"{TRAINING_STEPS} steps at", "losses"]
     for case, quoted, found in _found():
         chosen, reference = found.variants[AUTO], found.variants[SAME]
         lines.append(
             [
                 linked(case, quoted),
+                f"{found.start_steps} steps",
                 f"{reference.step_ms:.0f} ms",
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
@@ -31,6 +32,7 @@ def auto() -> str:
                 f"{found.to_best.median:.3f} (`{found.best}`)",
                 f"{found.num_tuning_steps} steps",
                 chosen.plan,
+                "-" if found.prediction_error is None else f"{found.prediction_error:+.1%}",
                 f"{found.time_to_step:.0%}",
                 f"{found.max_loss_difference:.0e}",
             ]
@@ -42,11 +44,16 @@ def _found() -> list[tuple[str, Quoted, CaseSummary]]:
     return [(case, quoted, summarise(quoted.case)) for case, quoted in newest("auto").items()]
 
 
+def _found_alike() -> list[tuple[str, Quoted, CaseSummary]]:
+    """Cases whose variants have the same past: without it routing is less even in the steps of stock."""
+    return [one for one in _found() if one[2].start_steps]
+
+
 def headline() -> str:
-    """Every measured case, for docs/performance.md."""
+    """Cases whose variants start from one checkpoint, for docs/performance.md."""
     lines = [["training", "stock waits", "`auto` against stock", "the same against stock as a user has it"]]
-    lines[0] += ["waits under `auto`", "measured"]
-    for case, quoted, found in _found():
+    lines[0] += ["Megatron's overlap against stock", "waits under `auto`", "measured"]
+    for case, quoted, found in _found_alike():
         chosen, reference = found.variants[AUTO], found.variants[SAME]
         lines.append(
             [
@@ -54,6 +61,7 @@ def headline() -> str:
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
                 _against_users(found),
+                _megatrons(found),
                 f"{chosen.waited_share:.0%}",
                 f"[{quoted.date}]({_FOLDER}/{quoted.file}){quoted.mark}",
             ]
@@ -63,7 +71,7 @@ def headline() -> str:
 
 def sentence() -> str:
     """The ranges over the cases, for the README: those in which stock waits for much of its step stand apart."""
-    found = [(summary, quoted.mark) for _, quoted, summary in _found()]
+    found = [(summary, quoted.mark) for _, quoted, summary in _found_alike()]
     if not found:
         return NO_RESULT
     summaries = sorted((one for one, _ in found), key=_waits, reverse=True)
@@ -90,6 +98,13 @@ def _against_users(found: CaseSummary) -> str:
     if USERS not in found.variants:
         return "-"
     return f"{found.variants[USERS].step_ms / found.variants[AUTO].step_ms:.2f}"
+
+
+def _megatrons(found: CaseSummary) -> str:
+    """Megatron's own overlap, without and with delayed dW; a dash where neither ran."""
+    texts = {MEGATRON: "{}", MEGATRON_DELAYED: "{} with delayed dW"}
+    ran = {name: found.variants[name] for name in texts if name in found.variants}
+    return ", ".join(texts[name].format(quartiles(one.speedup)) for name, one in ran.items()) or "-"
 
 
 def _waits(summary: CaseSummary) -> float:

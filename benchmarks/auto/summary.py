@@ -1,5 +1,6 @@
 """From the samples of a case to steady steps, ratios, and the time to a step with tuning included."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class CaseSummary:
         time_to_step: time that the fastest plan would take from the first step to the 500th, over ``auto``'s with
             its tuning.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
+        start_steps: steps of the training from which all variants start; 0 if each starts untrained.
+        prediction_error: of ``auto``'s step when it chose its plan, relative; None without a prediction.
     """
 
     name: str
@@ -54,6 +57,8 @@ class CaseSummary:
     to_best: Spread
     time_to_step: float
     max_loss_difference: float
+    start_steps: int = 0
+    prediction_error: float | None = None
 
 
 def _steps(record: Mapping[str, Any], field: int) -> list[float]:
@@ -94,7 +99,18 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         _ratios(auto, records[best]),
         best_ms / auto_ms,
         max(_difference(reference["losses"], record["losses"]) for record in records.values()),
+        case.get("start_steps", 0),
+        _prediction_error(auto["lines"]),
     )
+
+
+_VERDICT = re.compile(r": measured .*predicted .*, ([-+][\d.]+) %")
+"""The line about the plan that has won, see ``features/tuning/controller.py``."""
+
+
+def _prediction_error(lines: Sequence[str]) -> float | None:
+    found = [match for line in lines if (match := _VERDICT.search(line))]
+    return float(found[-1][1]) / 100 if found else None
 
 
 def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             log = logs / f"{case.name}-{variant.name}.log"
             log.unlink(missing_ok=True)
             flags = [*common, *case.flags_of(variant)]
-            job = stack.enter_context(Job(variant.name, link, flags, log, options=options))
-            return Running(variant, job, START_STEPS + 1)
+            job = Job(variant.name, link, flags, log, options=options, ranks_per_node=case.ranks_per_node)
+            return Running(variant, stack.enter_context(job), START_STEPS + 1)
 
         def start_all(variants: Sequence[Variant]) -> list[Running]:
             started = []
@@ -187,7 +188,9 @@ def _options(case: Case) -> list[str]:
 
 def _start(case: Case, folder: Folder, link: Link, logs: Path) -> Path:
     flags = training_flags(folder, replace(case, micro_batches=1), START_STEPS)
-    return checkpoint(folder, [*flags, *case.flags_of(VARIANTS[SAME])], _options(case), link, logs)
+    start = partial(Job, "start", link, options=_options(case), ranks_per_node=case.ranks_per_node)
+    link.set_rate(FREE_BPS)
+    return checkpoint(start, [*flags, *case.flags_of(VARIANTS[SAME])], folder.root / "starts", logs)
 
 
 def turns(running: Sequence[Running], number: int) -> None:

@@ -1,4 +1,4 @@
-"""A training of two ranks as the demo sees it: it asks for steps, and receives what each of them took."""
+"""A training of two or more ranks as the demo sees it: it asks for steps, and receives what each of them took."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _UNUSED = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "LANCET_SHAPED_IF
 
 
 class Job:
-    """Two ranks, from their start to their end; a context that ends them.
+    """The ranks of a training, from their start to their end; a context that ends them.
 
     Between two orders the ranks are stopped: each thread of a gloo group wakes up a hundred times a second, and the
     threads of ten idle jobs make another job five times slower.
@@ -52,6 +52,7 @@ class Job:
         options: Sequence[str] = (),
         module: str = _RANK,
         import_paths: Sequence[Path] = (),
+        ranks_per_node: int = 1,
     ) -> None:
         """Starts the ranks.
 
@@ -61,11 +62,13 @@ class Job:
             options: of ``module``.
             module: that each rank runs.
             import_paths: the ranks' ``PYTHONPATH``; empty for this repository alone.
+            ranks_per_node: ranks on each side of the link; they share a core.
         """
         self.name = name
         self.log = log
         self._link = link
         self._module = module
+        self._ranks_per_node = ranks_per_node
         self._paths = {"PYTHONPATH": os.pathsep.join(map(str, import_paths))} if import_paths else {}
         self._is_ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
@@ -79,7 +82,9 @@ class Job:
             file.write(f"$ {name}: {program} {shlex.join(flags)}\n".encode())
             file.flush()
             try:
-                for rank, core in enumerate(rank_cores()):
+                cores = rank_cores()
+                for rank in range(NUM_NODES * ranks_per_node):
+                    core = cores[rank // ranks_per_node]
                     self._start(rank, ["--core", str(core), *options, *(["--", *flags] if flags else [])], meet, file)
             except BaseException:
                 self.__exit__()
@@ -88,11 +93,12 @@ class Job:
     def _start(self, rank: int, arguments: Sequence[str], meet: dict[str, str], file: Any) -> None:
         begin, end_of_pipe = os.pipe()
         command = [sys.executable, "-m", self._module, "--records", str(end_of_pipe), *arguments]
-        environment = {name: value for name, value in rank_environment(rank).items() if name not in _UNUSED}
+        environment = rank_environment(rank, ranks_per_node=self._ranks_per_node)
+        environment = {name: value for name, value in environment.items() if name not in _UNUSED}
         environment |= meet | self._paths
         try:
             process = subprocess.Popen(
-                self._link.command(rank, command),
+                self._link.command(rank // self._ranks_per_node, command),
                 env=environment,
                 cwd=REPOSITORY,
                 stdin=subprocess.PIPE,
@@ -125,7 +131,7 @@ class Job:
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         late = f"{self.name} was not ready after {_START_TIMEOUT_S:.0f} s"
-        attentions = {self._next(self._is_ready, deadline_s, late) for _ in range(NUM_NODES)}
+        attentions = {self._next(self._is_ready, deadline_s, late) for _ in self._ranks}
         self._signal(signal.SIGSTOP)
         return "+".join(sorted(attentions))
 
@@ -163,7 +169,7 @@ class Job:
     def _receive(self, number: int) -> list[RankStep]:
         found: dict[int, RankStep] = {}
         deadline_s = time.monotonic() + _STEP_TIMEOUT_S
-        while len(found) < NUM_NODES:
+        while len(found) < len(self._ranks):
             late = f"step {number} of {self.name} was not done after {_STEP_TIMEOUT_S:.0f} s"
             rank, step = self._next(self._found, deadline_s, late)
             assert step.step == number, (step.step, number)

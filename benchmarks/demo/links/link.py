@@ -38,8 +38,8 @@ class Link(Protocol):
     def set_rate(self, rate_bps: float) -> None:
         """Caps both directions, in bits per second; all ranks wait between two steps."""
 
-    def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """``command`` as it runs on the node of ``rank``."""
+    def command(self, node: int, command: Sequence[str]) -> list[str]:
+        """``command`` as it runs on one side of the link, 0 or 1."""
 
     def rendezvous(self) -> dict[str, str]:
         """Environment variables by which the ranks of a new process group meet."""
@@ -62,8 +62,8 @@ class NamespaceLink:
     def set_rate(self, rate_bps: float) -> None:
         self._namespaces.shape(rate_bps)
 
-    def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        return self._namespaces.command(rank, command)
+    def command(self, node: int, command: Sequence[str]) -> list[str]:
+        return self._namespaces.command(node, command)
 
     def rendezvous(self) -> dict[str, str]:
         self._port += 1  # the namespaces are ours alone: every port is free but our other ranks' ports
@@ -91,7 +91,7 @@ class PacedLink:
     def set_rate(self, rate_bps: float) -> None:
         self.paced_bps = rate_bps
 
-    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+    def command(self, node: int, command: Sequence[str]) -> list[str]:
         return list(command)
 
     def rendezvous(self) -> dict[str, str]:
@@ -158,6 +158,6 @@ def enter_user_namespace(wanted: str, argv: Sequence[str]) -> None:
 
 
 def rank_cores() -> list[int]:
-    """A core for each rank; both have the same if there is one only."""
+    """A core for each side of the link; both have the same if there is one only."""
     cores = sorted(os.sched_getaffinity(0))
     return [cores[rank % len(cores)] for rank in range(NUM_NODES)]
