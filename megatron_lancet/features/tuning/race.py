@@ -29,6 +29,8 @@ MIN_TURNS = 2
 FAR_SLOWER = 1.25
 """A plan without overlap leaves after one turn if its step took this many times as long as the fastest plan's, in the
 profile and in that turn."""
+_SAME_STEP = 1.2
+"""The profile's step without overlap and that turn's then differ by at most this factor: the gain rests on them."""
 MAX_TURNS = 6
 """Plans that are as close as this after six turns may run either way."""
 _EQUAL_PART_OF_NOISE = 0.5
@@ -207,6 +209,9 @@ class Race:
         """
         limit_ms = FAR_SLOWER * best.step_ms
         if self._before_ms is None or self._before_ms <= limit_ms:
+            return []
+        in_turn_ms = self._no_overlap.stats.step_ms
+        if max(in_turn_ms, self._before_ms) > _SAME_STEP * min(in_turn_ms, self._before_ms):
             return []
         slower = [
             (entry, own) for entry, own in stats if entry.candidate.plan.overlaps_nothing and own.step_ms > limit_ms

@@ -67,9 +67,10 @@ def test_clear_winner_needs_two_turns_of_each_plan():
         (200, 190, [BASE, KERNEL.plan]),
         (200, 180, [BASE]),
         (180, 190, []),
+        (300, 190, []),
         (None, 190, []),
     ],
-    ids=["both are far slower", "the kernel is near", "was near before the race", "was not measured before"],
+    ids=["both are far slower", "the kernel is near", "was near before", "was disturbed", "was not measured before"],
 )
 def test_no_overlap_leaves_early_if_far_slower_twice(before_ms, kernel_ms, first_turn):
     plans = [NO_OVERLAP, KERNEL, Candidate(TWO), Candidate(FOUR)]
