@@ -44,8 +44,8 @@ _GAPS = ("--lancet-comm-priority", "all-to-all-first", "--lancet-grad-chunk-mb",
 _REDUCED_LAYER_BY_LAYER = ("--overlap-grad-reduce", "--ddp-bucket-size", "262144")
 _DOCUMENTS = "--dataloader-inter-document-masking"
 _SKEWED = ("--moe-aux-loss-coeff", "0")
-_TP = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
-_TP += ("--expert-model-parallel-size", "4")
+_TP_SIZES = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4"
+_TP = ("--sequence-parallel", *_TP_SIZES.split())
 _OVERLAP = (*_OFF, "--overlap-moe-expert-parallel-comm")
 VARIANTS = {
     variant.name: variant

@@ -1,9 +1,13 @@
 """From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
 
+from functools import partial
+
 import pytest
 
+from benchmarks.auto import quoted
 from benchmarks.auto.cases import AUTO, CASES, KEPT, MEGATRON, SAME, USERS, VARIANTS, chosen
 from benchmarks.auto.summary import TRAINING_STEPS, as_markdown, as_text, summarise
+from benchmarks.quoted.results import Quoted
 from megatron_lancet.errors import UsageError
 
 
@@ -49,6 +53,25 @@ def test_tables_have_every_variant_with_its_plan():
         assert all(f"{name}: {VARIANTS[name].meaning}" in text for name in MEASURED["variants"])
         assert "1.63 (1.63-1.63)" in text
         assert "its step is 1.020" in text
+
+
+def test_verdict_has_the_error_of_the_prediction():
+    plan = "two chunks (chunks=2): measured 1925.5 ms a step, 71.9 ms of it exposed, 1.62x as fast as no overlap"
+    lines = ["measuring 2 plans in turns: chunks=2, predicted 1931.2 ms a step (best of 42)", f"{plan}; predicted "]
+    assert summarise(MEASURED).prediction_error is None
+    lines[1] += "1889.8 ms (scaled to the measured step without overlap), -1.9 %"
+    found = summarise(case(**MEASURED["variants"] | {AUTO: MEASURED["variants"][AUTO] | {"lines": lines}}))
+    assert found.prediction_error == pytest.approx(-0.019)
+
+
+def test_headline_has_only_cases_whose_variants_start_alike(monkeypatch):
+    quoted_case = partial(Quoted, "auto-2026-11-27.json", "2026-11-27")
+    alike = MEASURED | {"disturbance": {"is_disturbed": False}, "start_steps": 150}
+    monkeypatch.setattr(quoted, "newest", lambda name: {"45-m4": quoted_case(alike), "45-m8": quoted_case(MEASURED)})
+    found = quoted.headline()
+    assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) |" in found
+    assert "45-m8" not in found
+    assert "in 1 cases" in quoted.sentence()
 
 
 def test_only_stock_as_a_user_has_it_keeps_its_messages():
