@@ -45,7 +45,7 @@ def _found() -> list[tuple[str, Quoted, CaseSummary]]:
 
 
 def _found_alike() -> list[tuple[str, Quoted, CaseSummary]]:
-    """Cases whose variants have the same past: without it routing is less even in the steps of stock."""
+    """Cases whose variants start from one checkpoint; in the others stock's steps have less even routing."""
     return [one for one in _found() if one[2].start_steps]
 
 

@@ -1,7 +1,7 @@
 """The training from whose checkpoint all variants of a case start.
 
-Routing is uneven in the first steps of a training, and ranks then wait for each other. ``auto`` is measured a hundred
-steps later than the others, so without a common past its steps would be shorter for that alone.
+Routing is uneven in the first steps of a training, and ranks then wait for each other. ``auto`` is measured about a
+hundred steps later than the others: untrained variants would wait longer for that reason alone.
 """
 
 import hashlib
@@ -18,18 +18,19 @@ _LATEST = "latest_checkpointed_iteration.txt"
 """Megatron writes it last."""
 
 
-def checkpoint(job: Callable[..., Job], flags: Sequence[str], folder: Path, logs: Path) -> Path:
+def checkpoint(job: Callable[..., Job], flags: Sequence[str], data: str, folder: Path, logs: Path) -> Path:
     """Trains stock, unless an earlier run did; returns the checkpoint's folder.
 
     Args:
         job: starts the ranks; takes their flags and their log.
-        flags: of Megatron for one micro-batch, which end after :data:`START_STEPS`.
+        flags: of Megatron, with one micro-batch a step and :data:`START_STEPS` steps.
+        data: names the content of the data set; another content needs another checkpoint.
         folder: of checkpoints.
 
     Raises:
         UsageError: the training failed.
     """
-    key = hashlib.sha256(repr((*flags, START_STEPS)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((*flags, data)).encode()).hexdigest()[:12]
     path = folder / key
     if (path / _LATEST).is_file():
         say(f"      starts from step {START_STEPS} of an earlier run")

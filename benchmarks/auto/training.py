@@ -190,7 +190,8 @@ def _start(case: Case, folder: Folder, link: Link, logs: Path) -> Path:
     flags = training_flags(folder, replace(case, micro_batches=1), START_STEPS)
     start = partial(Job, "start", link, options=_options(case), ranks_per_node=case.ranks_per_node)
     link.set_rate(FREE_BPS)
-    return checkpoint(start, [*flags, *case.flags_of(VARIANTS[SAME])], folder.root / "starts", logs)
+    data = folder.prepared.read_text()
+    return checkpoint(start, [*flags, *case.flags_of(VARIANTS[SAME])], data, folder.root / "starts", logs)
 
 
 def turns(running: Sequence[Running], number: int) -> None:

@@ -30,7 +30,8 @@ FAR_SLOWER = 1.25
 """A plan without overlap leaves after one turn if its step took this many times as long as the fastest plan's, in the
 profile and in that turn."""
 _SAME_STEP = 1.2
-"""The profile's step without overlap and that turn's then differ by at most this factor: the gain rests on them."""
+"""Such a plan stays if the steps without overlap in the profile and in that turn differ by more than this factor: one
+of them was disturbed, and the reported gain is a ratio to the latter."""
 MAX_TURNS = 6
 """Plans that are as close as this after six turns may run either way."""
 _EQUAL_PART_OF_NOISE = 0.5
@@ -205,7 +206,8 @@ class Race:
     def _far_slower(self, stats: Sequence[tuple[_Entry, StepStats]], best: StepStats) -> list[tuple[_Entry, StepStats]]:
         """Plans without overlap that were far slower than the fastest plan before the race and in their first turn.
 
-        Their steps cost most, and a disturbance rarely lasts from the profile to that turn. Two plans always stay.
+        Their steps cost most, and a disturbance rarely lasts from the profile to that turn. None leaves if the two
+        measurements disagree. Two plans always stay.
         """
         limit_ms = FAR_SLOWER * best.step_ms
         if self._before_ms is None or self._before_ms <= limit_ms:
