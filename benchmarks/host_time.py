@@ -31,7 +31,7 @@ from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, parsed, rounded, timed_pairs, write_result
 from megatron_lancet.errors import run_command
 from megatron_lancet.patching import replaced
-from megatron_lancet.schedule.plan import Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def plans() -> dict[str, Plan | None]:
         "one chunk": fixed_plan(1),
         "pairs": paired(fixed_plan(1)),
         "two chunks": fixed_plan(2),
+        "two chunks from the router": fixed_plan(2, overlap_range=OverlapRange.GATE),
+        "two chunks of the experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
         "four chunks": fixed_plan(4),
         "two tiles": fixed_plan(1, tiles=2),
         "dedup, one chunk": fixed_plan(1, dispatch=DEDUP),

@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_wi
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.finalists import kind_of
+from megatron_lancet.planning.search.finalists import kind_of, with_another_dispatch
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
+from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.planning.simulation.simulator import Simulator
@@ -244,7 +246,8 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        return Planned(finalists, tuple(self._fast_profiled(planned)), self._kernel, why, no_overlap)
+        others = self._fast_profiled(planned) or _other_dispatch(finalists, planned.limits, simulator)
+        return Planned(finalists, tuple(others), self._kernel, why, no_overlap)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
         """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""
@@ -264,3 +267,20 @@ class ProfilingPlanMaker:
             return []
         fastest = min(allowed, key=lambda plan: times_ms[str(plan)])
         return [] if kind_of(fastest) in map(kind_of, planned.finalists) else [Candidate(fastest)]
+
+
+def _other_dispatch(finalists: Sequence[Candidate], limits: Limits, simulator: Simulator) -> list[Candidate]:
+    """The best finalist with another dispatch that fits into memory, if all finalists have the same dispatch."""
+    best = finalists[0]
+    if best.plan.has_tiles or len({one.plan.dispatch for one in finalists}) > 1:
+        return []
+    assert best.prediction is not None
+
+    def step_ms(plan: Plan) -> float:
+        bound = limits.max_memory_bytes
+        fits = bound is None or simulator.predict(plan).peak_bytes <= bound
+        return simulator.expected_step(plan).step_ms if fits else math.inf
+
+    possible = [dispatch for dispatch in limits.dispatches if simulator.costs.blocker(dispatch) is None]
+    other = with_another_dispatch(best.plan, best.prediction.step_ms, possible, step_ms)
+    return [] if other is None else [Candidate(other, prediction=simulator.expected_step(other))]

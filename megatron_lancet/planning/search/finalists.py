@@ -1,7 +1,9 @@
 """The few plans of a search that are worth measuring, and which of two plans is simpler."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 
 NUM_FINALISTS = 3
@@ -55,6 +57,26 @@ def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
         if step_ms <= CLOSE_PART * best_ms:
             kinds.setdefault(kind_of(plan), []).append((plan, step_ms))
     return [_simplest(plans) for plans in kinds.values()][:most]
+
+
+def with_another_dispatch(
+    plan: Plan, plan_ms: float, dispatches: Iterable[Dispatch], step_ms_of: Callable[[Plan], float]
+) -> Plan | None:
+    """Returns the plan with another dispatch: the planner compares dispatches in unpaired plans, and takes one.
+
+    Args:
+        plan_ms: its predicted step.
+        dispatches: those that the run allows.
+        step_ms_of: predicts a step in ms.
+
+    Returns:
+        The plan with the fastest of the other dispatches; None if none is predicted about as fast as ``plan``.
+    """
+    # Gaps name the all-to-alls of one dispatch.
+    others = [replace(plan, dispatch=dispatch, gaps=()) for dispatch in dispatches if dispatch != plan.dispatch]
+    predicted = [(other, step_ms_of(other)) for other in others]
+    close = [one for one in predicted if one[1] <= CLOSE_PART * plan_ms]
+    return min(close, key=lambda one: one[1])[0] if close else None
 
 
 def _simplest(plans: Sequence[tuple[Plan, float]]) -> Plan:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.config import AttentionChoice
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.tuning import plan_maker
 from megatron_lancet.features.tuning.controller import PlanningFailed
 from megatron_lancet.features.tuning.flags import CacheChoice
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of
+from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
@@ -236,6 +237,23 @@ def test_plan_maker_tries_only_allowed_dispatches(make, monkeypatch, dispatch):
     planned, _ = profiled(maker)
     assert best(planned).dispatch is dispatch
     assert [candidate.plan for candidate in planned.others] in ([], [own])
+
+
+def test_race_has_a_second_dispatch(make, monkeypatch):
+    """The prediction of one dispatch may be wrong for all plans, and nothing else would show it."""
+    model = replace(PROFILE.model, num_experts=16, topk=2, ep_size=4, world_size=4)
+    known = replace(PROFILE, model=model, received_share=(0.25,) * 4, measured_steps_ms={})
+    monkeypatch.setattr(Run, "result", known)
+    dispatches = (PLAIN, DEDUP)
+    planned, _ = profiled(make(replace(BATCH, dispatches=dispatches)))
+    (taken,) = {candidate.plan.dispatch for candidate in planned.finalists}
+    (other,) = planned.others
+    assert other.plan == replace(best(planned), dispatch=dispatches[taken is PLAIN], gaps=())
+    assert other.prediction.step_ms <= CLOSE_PART * planned.finalists[0].prediction.step_ms
+    assert profiled(make(replace(BATCH, dispatches=(taken,))))[0].others == ()
+    monkeypatch.setattr(Simulator, "predict", lambda *_: SimpleNamespace(peak_bytes=2))
+    tight = replace(BATCH, dispatches=dispatches, max_memory_bytes=1)
+    assert plan_maker._other_dispatch(planned.finalists, tight, Simulator(CostModel(known))) == []
 
 
 def test_plan_maker_profiles_tiles_and_tries_allowed_ones(make, monkeypatch):

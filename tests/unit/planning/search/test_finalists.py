@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.search.finalists import (
     CLOSE_PART,
     EQUAL_PART,
@@ -12,9 +14,11 @@ from megatron_lancet.planning.search.finalists import (
     distinct,
     kind_of,
     simplicity,
+    with_another_dispatch,
 )
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
 
 TWO, FOUR, SEQUENCE = fixed_plan(2), fixed_plan(4), fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
@@ -65,6 +69,16 @@ def test_plan_at_the_ends_needs_a_gain():
 
 def test_plans_that_are_predicted_slow_are_left_out():
     assert distinct([(TWO, 100.0), (FOUR, 100.0 * CLOSE_PART), (SEQUENCE, 101.0 * CLOSE_PART)], 3) == [TWO, FOUR]
+
+
+def test_fastest_other_dispatch_runs_only_if_it_is_close():
+    plan = replace(TWO, gaps=(Gap("L1.c0.I.combine", ("L2.W.proj",)),))
+    times_ms = {DEDUP: 110.0, TWO_HOP: 105.0}
+    dispatches = (PLAIN, DEDUP, TWO_HOP)
+    fastest = with_another_dispatch(plan, 100.0, dispatches, lambda other: times_ms[other.dispatch])
+    assert fastest == replace(TWO, dispatch=TWO_HOP)
+    assert with_another_dispatch(plan, 105.0 / CLOSE_PART - 0.1, dispatches, lambda _: 105.0) is None
+    assert with_another_dispatch(plan, 100.0, (PLAIN,), lambda _: 0.0) is None
 
 
 def test_simpler_plans_come_first():
