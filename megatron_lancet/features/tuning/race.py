@@ -1,6 +1,7 @@
 """The race between plans: each runs a few steps in turns, until one leads by more than the noise. No torch here.
 
-All plans meet the same disturbances of the machine, because they take turns. Every step counts as training.
+All plans meet the same disturbances of the machine, because they take turns: A B C, C B A and so on, so a machine that
+becomes slower or faster favours none. Every step counts as training.
 """
 
 from collections import deque
@@ -180,12 +181,13 @@ class Race:
         self._num_left_of_turn -= 1
         if self._num_left_of_turn == 0:
             self._judge()
+            self._queue.reverse()
             self._num_left_of_turn = len(self._queue)
 
     def _judge(self) -> None:
         """Takes out what is clearly slower, and all but one when the race is over."""
         num_turns = min(entry.num_turns for entry in self._queue)
-        stats = [(entry, entry.stats) for entry in self._queue]
+        stats = [(entry, entry.stats) for entry in self._entries.values() if entry in self._queue]
         leader, best = min(stats, key=lambda one: one[1].step_ms)
         if num_turns < MIN_TURNS and len(self._queue) > 1:
             slower = self._far_slower(stats, best)

@@ -126,7 +126,7 @@ def lines(capsys) -> list[str]:
 
 
 # Three steps of warm-up and four of a profile, then two turns of two plans; a turn measures two steps.
-TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 4 + [plan_without_overlap()] * 3 + [PLANNED] * 3
+TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 7 + [plan_without_overlap()] * 3
 
 
 def test_autotune_profiles_and_lets_plans_race(capsys):
@@ -227,7 +227,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
 def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: planned(PAIRED))
     run = Run()
-    assert run.steps(3 + 4 + 14 + 4)[-7:] == [PAIRED] * 7
+    assert run.steps(3 + 4 + 14 + 4)[-4:] == [PAIRED] * 4
     assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
