@@ -18,7 +18,7 @@ from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_wi
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.finalists import kind_of, with_another_dispatch
+from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of, with_another_dispatch
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import Limits
@@ -42,6 +42,9 @@ _NUM_REFRESH_STEPS = 2
 MISFIT_SHARE = 0.25
 """A kept profile that is wrong by more than this share of a step, or of a message, is reported: other hosts, another
 network, other jobs. Predictions from a profile of the same run are closer."""
+
+LAUNCH_BOUND_SHARE = 0.1
+"""Launches that limit this part of a step are reported: the planner takes fewer chunks, and the user may do more."""
 
 
 class ProfilingPlanMaker:
@@ -246,8 +249,13 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        others = self._fast_profiled(planned) or _other_dispatch(finalists, planned.limits, simulator)
-        return Planned(finalists, tuple(others), self._kernel, why, no_overlap)
+        if (line := _line_on_launches(profile)) is not None:
+            self._note(line)
+        profiled = self._fast_profiled(planned)
+        rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
+        if rival:
+            finalists = finalists[: NUM_FINALISTS - len(profiled)]
+        return Planned(finalists, (*profiled, *rival), self._kernel, why, no_overlap)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
         """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""
@@ -269,10 +277,22 @@ class ProfilingPlanMaker:
         return [] if kind_of(fastest) in map(kind_of, planned.finalists) else [Candidate(fastest)]
 
 
-def _other_dispatch(finalists: Sequence[Candidate], limits: Limits, simulator: Simulator) -> list[Candidate]:
-    """The best finalist with another dispatch that fits into memory, if all finalists have the same dispatch."""
-    best = finalists[0]
-    if best.plan.has_tiles or len({one.plan.dispatch for one in finalists}) > 1:
+def _line_on_launches(profile: Profile) -> str | None:
+    """Says for which profiled plans the host limits the least and the most of a step; None if that is little."""
+    least_first = sorted(profile.launch_bound.items(), key=lambda one: one[1])
+    if not least_first or least_first[-1][1] < LAUNCH_BOUND_SHARE:
+        return None
+    least, most = (f"{share:.0%} of a step ({plan})" for plan, share in (least_first[0], least_first[-1]))
+    return (
+        f"launches by the host limit {least} to {most}: fewer chunks, larger micro-batches or CUDA graphs help "
+        "(docs/gpus.md)"
+    )
+
+
+def _other_dispatch(racers: Sequence[Candidate], limits: Limits, simulator: Simulator) -> list[Candidate]:
+    """The first plan with another dispatch, if it fits into memory and all plans have the same dispatch."""
+    best = racers[0]
+    if best.plan.has_tiles or len({one.plan.dispatch for one in racers}) > 1:
         return []
     assert best.prediction is not None
 

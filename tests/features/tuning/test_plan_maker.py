@@ -16,6 +16,7 @@ from megatron_lancet.features.tuning import plan_maker
 from megatron_lancet.features.tuning.controller import PlanningFailed
 from megatron_lancet.features.tuning.flags import CacheChoice
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
+from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
@@ -239,6 +240,19 @@ def test_plan_maker_tries_only_allowed_dispatches(make, monkeypatch, dispatch):
     assert [candidate.plan for candidate in planned.others] in ([], [own])
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.1, True), (0.09, False)])
+def test_plan_maker_says_where_launches_limit_a_step(make, monkeypatch, share, said):
+    bound = {str(fixed_plan(2)): share, str(fixed_plan(1)): 0.04}
+    monkeypatch.setattr(Run, "result", replace(PROFILE, launch_bound=bound))
+    maker = make()
+    profiled(maker)
+    line = (
+        f"launches by the host limit 4% of a step ({fixed_plan(1)}) to {share:.0%} of a step ({fixed_plan(2)}): fewer "
+        "chunks, larger micro-batches or CUDA graphs help (docs/gpus.md)"
+    )
+    assert maker.notes == ([line] if said else [])
+
+
 def test_race_has_a_second_dispatch(make, monkeypatch):
     """The prediction of one dispatch may be wrong for all plans, and nothing else would show it."""
     model = replace(PROFILE.model, num_experts=16, topk=2, ep_size=4, world_size=4)
@@ -251,6 +265,12 @@ def test_race_has_a_second_dispatch(make, monkeypatch):
     assert other.plan == replace(best(planned), dispatch=dispatches[taken is PLAIN], gaps=())
     assert other.prediction.step_ms <= CLOSE_PART * planned.finalists[0].prediction.step_ms
     assert profiled(make(replace(BATCH, dispatches=(taken,))))[0].others == ()
+    with monkeypatch.context() as patch:
+        of_profile = Candidate(fixed_plan(1, dispatch=taken))
+        patch.setattr(ProfilingPlanMaker, "_fast_profiled", lambda *_: [of_profile])
+        full, _ = profiled(make(replace(BATCH, dispatches=dispatches)))
+    assert full.others == (of_profile, other)
+    assert full.finalists == planned.finalists[: NUM_FINALISTS - 1], "the race stays as long as announced"
     monkeypatch.setattr(Simulator, "predict", lambda *_: SimpleNamespace(peak_bytes=2))
     tight = replace(BATCH, dispatches=dispatches, max_memory_bytes=1)
     assert plan_maker._other_dispatch(planned.finalists, tight, Simulator(CostModel(known))) == []

@@ -127,7 +127,10 @@ def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_pa
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
     kernel, in_profile = f"{NONE} fused", [NONE, NONE, TWO, SEQUENCE.replace("2", "4")]
     first, second = [NONE, kernel, FOUR, TWO], [NONE, kernel, SEQUENCE]
-    races = [[plan for num in (3, 2) for plan in racers for _ in range(num)] for racers in (first, second)]
+    races = [
+        [plan for num, turns in ((3, racers), (2, racers[::-1])) for plan in turns for _ in range(num)]
+        for racers in (first, second)
+    ]
     expected = [
         *[NONE] * 3, *in_profile, *races[0],  # warm-up, profile, race
         *[NONE] * 11, *in_profile, *races[1],  # three windows, and all again

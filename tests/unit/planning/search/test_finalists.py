@@ -71,6 +71,12 @@ def test_plans_that_are_predicted_slow_are_left_out():
     assert distinct([(TWO, 100.0), (FOUR, 100.0 * CLOSE_PART), (SEQUENCE, 101.0 * CLOSE_PART)], 3) == [TWO, FOUR]
 
 
+def test_plan_that_is_only_not_paired_comes_last():
+    found = [(paired(TWO), 100.0), (TWO, 101.0), (SEQUENCE, 110.0), (paired(SEQUENCE), 111.0), (FOUR, 112.0)]
+    assert distinct(found, 3) == [paired(TWO), SEQUENCE, FOUR]
+    assert distinct(found, 5) == [paired(TWO), SEQUENCE, FOUR, TWO, paired(SEQUENCE)]
+
+
 def test_fastest_other_dispatch_runs_only_if_it_is_close():
     plan = replace(TWO, gaps=(Gap("L1.c0.I.combine", ("L2.W.proj",)),))
     times_ms = {DEDUP: 110.0, TWO_HOP: 105.0}
