@@ -37,22 +37,22 @@ def simplicity_of_order(plan: Plan) -> tuple[int, ...]:
 
 def kind_of(plan: Plan) -> tuple[object, ...]:
     """Equal for plans that overlap in the same way: they differ in layers of segments, windows, gaps or the ends."""
-    return plan.is_paired, *_cuts_of(plan)
+    ranges = frozenset((one.num_chunks, one.range) for one in plan.segments if one.num_chunks > 1)
+    return plan.is_paired, ranges, *_sizes_of(plan)
 
 
-def _cuts_of(plan: Plan) -> tuple[object, ...]:
-    """The kind of a plan, paired or not."""
-    ways = {(one.num_chunks, one.num_chunks > 1 and (one.chunk_dim, one.range), one.tiles > 0) for one in plan.segments}
+def _sizes_of(plan: Plan) -> tuple[object, ...]:
+    """Equal for kinds with ops of the same sizes: they differ in pairing and in the ops that are cut."""
+    cuts = {(one.num_chunks, one.num_chunks > 1 and one.chunk_dim, one.tiles > 0) for one in plan.segments}
     is_whole = max(segment.num_chunks for segment in plan.segments) == 1
     # Of whole micro-batches, dWs are all that hides a message.
-    return plan.dispatch, frozenset(ways), is_whole and plan.dw_policy
+    return plan.dispatch, frozenset(cuts), is_whole and plan.dw_policy
 
 
 def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
     """Returns one plan of each of the best kinds: the simplest that is predicted as fast as the kind's best.
 
-    A plan that differs from a better one only in that one of the two is paired comes last. Both have the same costs of
-    ops, so an error in these costs does not change which of the two is faster.
+    A plan with ops of the same sizes as a better plan comes after the others: it has the same errors of predicted ops.
 
     Args:
         best_first: plans and their predicted steps in ms, the best first.
@@ -65,9 +65,9 @@ def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
         if step_ms <= CLOSE_PART * best_ms:
             kinds.setdefault(kind_of(plan), []).append((plan, step_ms))
     of_kinds = [_simplest(plans) for plans in kinds.values()]
-    cuts = [_cuts_of(plan) for plan in of_kinds]
-    twins_last = sorted(range(len(cuts)), key=lambda index: cuts[index] in cuts[:index])
-    return [of_kinds[index] for index in twins_last][:most]
+    sizes = [_sizes_of(plan) for plan in of_kinds]
+    by_novelty = sorted(range(len(sizes)), key=lambda index: sizes[index] in sizes[:index])
+    return [of_kinds[index] for index in by_novelty][:most]
 
 
 def with_another_dispatch(
