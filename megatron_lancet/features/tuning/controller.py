@@ -69,14 +69,12 @@ class Planned:
         others: further plans that may win.
         kernel: runs without overlap and with another attention kernel; None if the run can't have that.
         why: a few words on how the plans were found.
-        no_overlap: predicted without overlap; None if that was not simulated.
     """
 
     finalists: tuple[Candidate, ...]
     others: tuple[Candidate, ...] = ()
     kernel: Candidate | None = None
     why: str = ""
-    no_overlap: StepEstimate | None = None
 
 
 class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
@@ -256,14 +254,12 @@ class TuningController:
         self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
         stats = race.stats_of(winner) or self.baseline
         assert stats is not None
-        winner = replace(winner, prediction=_scaled(winner.prediction, planned.no_overlap, self.baseline))
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
         self.compared, self.kernel_gain = race.compared(winner), race.gain_of(planned.kernel)
         self.won = winner.plan
         gain = None if self.compared is None else self.compared.gain
-        is_scaled = planned.no_overlap is not None
-        self._settle(winner.plan, stats, _verdict(winner, stats, gain, self.kernel_gain, is_scaled), switch=True)
+        self._settle(winner.plan, stats, _verdict(winner, stats, gain, self.kernel_gain), switch=True)
         return winner.plan
 
     def _watched(self, stats: StepStats) -> None:
@@ -309,31 +305,8 @@ def _remark(plan: Plan, planned: Planned) -> str:
     return "the plan predicted fastest was not the fastest"
 
 
-def _scaled(
-    prediction: StepEstimate | None, no_overlap: StepEstimate | None, measured: StepStats | None
-) -> StepEstimate | None:
-    """Scales a prediction by the measured over the predicted step without overlap.
-
-    Profiled steps are slower than others, because they are traced, and the machine's speed may have changed since.
-
-    Args:
-        no_overlap: predicted from the same profile.
-        measured: without overlap.
-    """
-    if prediction is None or no_overlap is None or measured is None or not no_overlap.step_ms:
-        return prediction
-    by = measured.step_ms / no_overlap.step_ms
-    return replace(prediction, step_ms=prediction.step_ms * by, exposed_ms=prediction.exposed_ms * by)
-
-
-def _verdict(
-    winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None, is_scaled: bool
-) -> str:
-    """One line on the plan that has won.
-
-    Args:
-        is_scaled: whether the prediction was scaled, and differs from the one of the line before the race.
-    """
+def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:
+    """One line on the plan that has won."""
     line = f"{winner.in_words()}: measured {stats}"
     if winner.plan == NO_OVERLAP.plan:
         line += ", and no plan is faster by more than the noise"
@@ -345,5 +318,4 @@ def _verdict(
         return line
     error = winner.prediction.step_ms / stats.step_ms - 1
     far = ", which is far off" if abs(error) > UNEXPECTED_SHARE else ""
-    scaled = " (scaled to the measured step without overlap)" if is_scaled else ""
-    return f"{line}; predicted {winner.prediction.step_ms:.1f} ms{scaled}, {100 * error:+.1f} %{far}"
+    return f"{line}; predicted {winner.prediction.step_ms:.1f} ms, {100 * error:+.1f} %{far}"

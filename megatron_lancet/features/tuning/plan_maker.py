@@ -240,7 +240,6 @@ class ProfilingPlanMaker:
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
-            no_overlap = simulator.expected_step(plan_without_overlap())
         except RecordError as error:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training must go on without a plan
@@ -255,7 +254,7 @@ class ProfilingPlanMaker:
         rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
         if rival:
             finalists = finalists[: NUM_FINALISTS - len(profiled)]
-        return Planned(finalists, (*profiled, *rival), self._kernel, why, no_overlap)
+        return Planned(finalists, (*profiled, *rival), self._kernel, why)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
         """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""

@@ -66,8 +66,8 @@ def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
             kinds.setdefault(kind_of(plan), []).append((plan, step_ms))
     of_kinds = [_simplest(plans) for plans in kinds.values()]
     sizes = [_sizes_of(plan) for plan in of_kinds]
-    by_novelty = sorted(range(len(sizes)), key=lambda index: sizes[index] in sizes[:index])
-    return [of_kinds[index] for index in by_novelty][:most]
+    new_sizes_first = sorted(range(len(sizes)), key=lambda index: sizes[index] in sizes[:index])
+    return [of_kinds[index] for index in new_sizes_first][:most]
 
 
 def with_another_dispatch(

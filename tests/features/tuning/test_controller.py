@@ -272,11 +272,3 @@ def test_planning_after_drift_has_a_minimum_distance():
     num_windows = -(-(MIN_STEPS_BETWEEN_PLANS - num_race_steps - NUM_FIRST_SETTLE_STEPS) // NUM)
     watch(tuning, 170, 60, num_windows, NUM_FIRST_SETTLE_STEPS)
     assert tuning.state is TuningState.PROFILE
-
-
-def test_prediction_is_scaled_by_the_step_without_overlap():
-    tuning = profiling()
-    tuning.planned(planned(PLAN, no_overlap=StepEstimate(250.0, 90.0)))
-    race(tuning, {BASE: 200, PLAN: 120})
-    assert tuning.prediction == StepEstimate(pytest.approx(0.8 * 148), pytest.approx(8.0))
-    assert tuning.lines[-1].endswith("predicted 118.4 ms (scaled to the measured step without overlap), -1.3 %")
