@@ -240,6 +240,10 @@ class ProfilingPlanMaker:
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
+            profiled = self._fast_profiled(planned)
+            rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
+            if rival:
+                finalists = finalists[: NUM_FINALISTS - len(profiled)]
         except RecordError as error:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training must go on without a plan
@@ -250,10 +254,6 @@ class ProfilingPlanMaker:
             self._note(planned.warning)
         if (line := _line_on_launches(profile)) is not None:
             self._note(line)
-        profiled = self._fast_profiled(planned)
-        rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
-        if rival:
-            finalists = finalists[: NUM_FINALISTS - len(profiled)]
         return Planned(finalists, (*profiled, *rival), self._kernel, why)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:

@@ -84,7 +84,9 @@ def with_another_dispatch(
         The plan with the fastest of the other dispatches; None if none is predicted about as fast as ``plan``.
     """
     # Gaps name the all-to-alls of one dispatch.
-    others = [replace(plan, dispatch=dispatch, gaps=()) for dispatch in dispatches if dispatch != plan.dispatch]
+    pairing = None if plan.pairing is None else replace(plan.pairing, end_gaps=())
+    ungapped = replace(plan, gaps=(), pairing=pairing)
+    others = [replace(ungapped, dispatch=dispatch) for dispatch in dispatches if dispatch != plan.dispatch]
     predicted = [(other, step_ms_of(other)) for other in others]
     close = [one for one in predicted if one[1] <= CLOSE_PART * plan_ms]
     return min(close, key=lambda one: one[1])[0] if close else None

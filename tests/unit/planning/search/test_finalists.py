@@ -82,11 +82,13 @@ def test_plans_with_ops_of_the_same_sizes_come_last():
 
 
 def test_fastest_other_dispatch_runs_only_if_it_is_close():
-    plan = replace(TWO, gaps=(Gap("L1.c0.I.combine", ("L2.W.proj",)),))
+    gaps = (Gap("L1.c0.I.combine", ("L2.W.proj",)),)
+    pairs = paired(TWO)
+    plan = replace(pairs, gaps=gaps, pairing=replace(pairs.pairing, end_gaps=gaps))
     times_ms = {DEDUP: 110.0, TWO_HOP: 105.0}
     dispatches = (PLAIN, DEDUP, TWO_HOP)
     fastest = with_another_dispatch(plan, 100.0, dispatches, lambda other: times_ms[other.dispatch])
-    assert fastest == replace(TWO, dispatch=TWO_HOP)
+    assert fastest == replace(pairs, dispatch=TWO_HOP)
     assert with_another_dispatch(plan, 105.0 / CLOSE_PART - 0.1, dispatches, lambda _: 105.0) is None
     assert with_another_dispatch(plan, 100.0, (PLAIN,), lambda _: 0.0) is None
 
