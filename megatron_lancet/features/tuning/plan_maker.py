@@ -44,7 +44,7 @@ MISFIT_SHARE = 0.25
 network, other jobs. Predictions from a profile of the same run are closer."""
 
 LAUNCH_BOUND_SHARE = 0.1
-"""Launches that limit this part of a step are reported: the planner takes fewer chunks, and the user may do more."""
+"""A launch-bound share of a step is reported from here on: the user can do more about it than the planner."""
 
 
 class ProfilingPlanMaker:
@@ -277,13 +277,13 @@ class ProfilingPlanMaker:
 
 
 def _line_on_launches(profile: Profile) -> str | None:
-    """Says for which profiled plans the host limits the least and the most of a step; None if that is little."""
+    """Names the profiled plans with the smallest and the largest launch-bound share; None if the latter is small."""
     least_first = sorted(profile.launch_bound.items(), key=lambda one: one[1])
     if not least_first or least_first[-1][1] < LAUNCH_BOUND_SHARE:
         return None
-    least, most = (f"{share:.0%} of a step ({plan})" for plan, share in (least_first[0], least_first[-1]))
+    least, most = (f"{share:.0%} of its time ({plan})" for plan, share in (least_first[0], least_first[-1]))
     return (
-        f"launches by the host limit {least} to {most}: fewer chunks, larger micro-batches or CUDA graphs help "
+        f"a step is launch-bound for {least} to {most}: fewer chunks, larger micro-batches or CUDA graphs help "
         "(docs/gpus.md)"
     )
 

@@ -1,7 +1,7 @@
 """The race between plans: each runs a few steps in turns, until one leads by more than the noise. No torch here.
 
-All plans meet the same disturbances of the machine, because they take turns: A B C, C B A and so on, so a machine that
-becomes slower or faster favours none. Every step counts as training.
+All plans meet the same disturbances of the machine, because they take turns. Rounds alternate in order, A B C and
+C B A, so a steady drift of the machine's speed favours no plan. Every step counts as training.
 """
 
 from collections import deque

@@ -52,7 +52,8 @@ def _sizes_of(plan: Plan) -> tuple[object, ...]:
 def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
     """Returns one plan of each of the best kinds: the simplest that is predicted as fast as the kind's best.
 
-    A plan with ops of the same sizes as a better plan comes after the others: it has the same errors of predicted ops.
+    A plan whose ops have the same sizes as the ops of a better plan comes after the others: both predictions have the
+    same errors in the times of ops.
 
     Args:
         best_first: plans and their predicted steps in ms, the best first.
@@ -73,7 +74,7 @@ def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:
 def with_another_dispatch(
     plan: Plan, plan_ms: float, dispatches: Iterable[Dispatch], step_ms_of: Callable[[Plan], float]
 ) -> Plan | None:
-    """Returns the plan with another dispatch: the planner compares dispatches in unpaired plans, and takes one.
+    """Returns the plan with another dispatch. The planner compares dispatches in unpaired plans, and keeps only one.
 
     Args:
         plan_ms: its predicted step.

@@ -247,8 +247,8 @@ def test_plan_maker_says_where_launches_limit_a_step(make, monkeypatch, share, s
     maker = make()
     profiled(maker)
     line = (
-        f"launches by the host limit 4% of a step ({fixed_plan(1)}) to {share:.0%} of a step ({fixed_plan(2)}): fewer "
-        "chunks, larger micro-batches or CUDA graphs help (docs/gpus.md)"
+        f"a step is launch-bound for 4% of its time ({fixed_plan(1)}) to {share:.0%} of its time ({fixed_plan(2)}): "
+        "fewer chunks, larger micro-batches or CUDA graphs help (docs/gpus.md)"
     )
     assert maker.notes == ([line] if said else [])
 
