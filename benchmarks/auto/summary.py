@@ -85,23 +85,43 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
     }
     fixed = [name for name in records if name in FIXED]
     best = min(fixed, key=lambda name: variants[name].step_ms)
-    tuning_ms = auto["tuning_ms"]
-    auto_ms = sum(tuning_ms) + (TRAINING_STEPS - len(tuning_ms)) * variants[AUTO].step_ms
-    best_ms = TRAINING_STEPS * min(variants[best].step_ms, variants[AUTO].step_ms)
+    to_best = _ratios(auto, records[best])
     return CaseSummary(
         case["name"],
         case["share"],
         case["rate_bps"],
         case["micro_batches"],
         variants,
-        len(tuning_ms),
+        len(auto["tuning_ms"]),
         best,
-        _ratios(auto, records[best]),
-        best_ms / auto_ms,
+        to_best,
+        _time_to_step(case, best, to_best.median),
         max(_difference(reference["losses"], record["losses"]) for record in records.values()),
         case.get("start_steps", 0),
         _prediction_error(auto["lines"]),
     )
+
+
+def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
+    """Time of a training with the fastest plan from its first step, over the time with ``auto``'s tuning.
+
+    Both are counted in steps of the fastest fixed plan, because the speed of a machine drifts. A segment of the tuning
+    is compared with the turns of that plan before and after it; in older results, which have no such turns, with its
+    steady step.
+
+    Args:
+        case: of the result file.
+        best: the fastest fixed plan.
+        to_best: steady step of ``auto`` over that plan's.
+    """
+    tuning_ms, record = case["variants"][AUTO]["tuning_ms"], case["variants"][best]
+    turns = record.get("beside_ms") or [[statistics.median(_steps(record, 0))]] * 2
+    num_steps = case.get("segment_steps", len(tuning_ms))
+    in_steps = 0.0
+    for index, start in enumerate(range(0, len(tuning_ms), num_steps)):
+        in_steps += sum(tuning_ms[start : start + num_steps]) / statistics.mean(turns[index] + turns[index + 1])
+    in_steps += (TRAINING_STEPS - len(tuning_ms)) * to_best
+    return TRAINING_STEPS * min(1, to_best) / in_steps
 
 
 _VERDICT = re.compile(r": measured .*predicted .*, ([-+][\d.]+) %")

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.auto.cases import AUTO, KEPT, SAME, VARIANTS, Case, Variant
+from benchmarks.auto.cases import AUTO, FIXED, KEPT, SAME, VARIANTS, Case, Variant
 from benchmarks.auto.start import START_STEPS, checkpoint, resumed
 from benchmarks.demo.folder import REPOSITORY, Folder
 from benchmarks.demo.job import Job
@@ -28,6 +28,8 @@ TURN_STEPS = 3
 _RATE_TURNS, _RATE_STEPS = 5, 5
 """Turns in which the link gets its rate, and the reference's steps in each; the first of them is not measured."""
 MAX_TUNING_STEPS = 240
+SEGMENT_STEPS = 15
+"""Steps of a tuning between two turns of the fixed plans."""
 _LEFT_BYTES = 5e9
 """What the next variant's first steps may take."""
 SAMPLES_PER_RANK = 4
@@ -71,6 +73,7 @@ class Running:
         first_step: number of its first step.
         steps: all its steps so far, in order.
         tuning: the first of them, in which it chose its plan; empty without a choice.
+        beside: per turn beside a tuning, the steps whose times count.
         measured: per turn, the steps whose times count.
     """
 
@@ -80,6 +83,7 @@ class Running:
         self.first_step = first_step
         self.steps: list[Step] = []
         self.tuning: list[Step] = []
+        self.beside: list[list[Step]] = []
         self.measured: list[list[Step]] = []
 
     def run(self, num_steps: int) -> list[Step]:
@@ -88,16 +92,26 @@ class Running:
         self.job.run(range(start, start + num_steps), self._done)
         return self.steps[-num_steps:]
 
-    def settle(self) -> None:
+    def settle(self, fixed: Sequence["Running"] = ()) -> None:
         """Runs until the final plan is chosen.
+
+        Args:
+            fixed: these have a turn after each :data:`SEGMENT_STEPS` steps, before the first and after the last, so
+                that the tuning can be counted in their steps: the speed of a machine drifts.
 
         Raises:
             UsageError: it is not after :data:`MAX_TUNING_STEPS`.
         """
+        if self._is_settled():
+            return
+        _turns_beside(fixed)
         while not self._is_settled():
             if len(self.steps) >= MAX_TUNING_STEPS:
                 raise UsageError(f"{self.variant.name} has no plan after {MAX_TUNING_STEPS} steps: {self.job.log}")
-            self.run(TURN_STEPS)
+            for _ in range(SEGMENT_STEPS // TURN_STEPS):
+                if not self._is_settled():
+                    self.run(TURN_STEPS)
+            _turns_beside(fixed)
         self.tuning = list(self.steps)
 
     def turn(self) -> None:
@@ -116,10 +130,16 @@ class Running:
         return {
             "plan": self.steps[-1].ranks[0].plan,
             "tuning_ms": [round(step.step_ms, 2) for step in self.tuning],
+            "beside_ms": [[round(step.step_ms, 2) for step in turn] for turn in self.beside],
             "losses": [step.loss for step in self.steps],
             "samples": [[_sample(step) for step in turn] for turn in self.measured],
             "lines": lines_about_plans(self.job.log) if self.variant.name in (AUTO, KEPT) else [],
         }
+
+
+def _turns_beside(fixed: Sequence[Running]) -> None:
+    for one in fixed:
+        one.beside.append(one.run(TURN_STEPS)[1:])
 
 
 def _sample(step: Step) -> list[float]:
@@ -162,11 +182,12 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
         link.set_rate(FREE_BPS)
         reference, *others = start_all([one for one in case.variants if one.name not in (AUTO, KEPT)])
         rate_bps = set_rate(reference, others, case.share, link)
+        fixed = [one for one in others if one.variant.name in FIXED]
         others += start_all([one for one in case.variants if one.name in (AUTO, KEPT)])
         for one in others:
             _check_memory(len(others) + 1)
             say(f"      {one.variant.name}: first steps")
-            one.settle()
+            one.settle(fixed if one.variant.name == AUTO else ())
         by_name = {one.variant.name: one for one in (reference, *others)}
         running = [by_name[variant.name] for variant in case.variants]
         turns(running, num_turns)
@@ -176,6 +197,7 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "rate_bps": rate_bps,
             "micro_batches": case.micro_batches,
             "start_steps": START_STEPS,
+            "segment_steps": SEGMENT_STEPS,
             "flags": [flag.removeprefix(f"{REPOSITORY}/") for flag in (*common, *case.flags)],
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},

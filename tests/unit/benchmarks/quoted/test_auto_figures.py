@@ -48,6 +48,16 @@ def test_tuning_counts_in_the_time_to_a_step():
     assert found.time_to_step == pytest.approx(TRAINING_STEPS * 600.0 / auto_ms)
 
 
+def test_tuning_is_counted_in_steps_of_the_best_plan_beside_it():
+    slow_machine = record(600.0) | {"beside_ms": [[1200.0, 1200.0], [1200.0, 1200.0], [600.0, 600.0]]}
+    auto = record(612.0, tuning_ms=[1800.0] * 30 + [900.0] * 20)
+    found = summarise(
+        MEASURED | {"segment_steps": 30, "variants": {SAME: record(1e3), AUTO: auto, "pairs": slow_machine}}
+    )
+    in_steps = 30 * 1800 / 1200 + 20 * 900 / 900 + (TRAINING_STEPS - 50) * 1.02
+    assert found.time_to_step == pytest.approx(TRAINING_STEPS / in_steps)
+
+
 def test_tables_have_every_variant_with_its_plan():
     for text in (as_text([summarise(MEASURED)]), as_markdown([summarise(MEASURED)])):
         assert all(f"{name}: {VARIANTS[name].meaning}" in text for name in MEASURED["variants"])
