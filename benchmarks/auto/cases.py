@@ -170,6 +170,7 @@ CASES = {
         Case("45-m4-skewed", 0.45, 4, flags=_SKEWED),
         Case("45-m4-te", 0.45, 4, te=True, kept=True),
         Case("45-m2-te", 0.45, 2, te=True),
+        Case("45-m8-te", 0.45, 8, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
         Case("45-m4-documents", 0.45, 4, flags=(_DOCUMENTS,)),
         Case("45-m4-tp2", 0.45, 4, experts=8, flags=_TP, ranks_per_node=2),
