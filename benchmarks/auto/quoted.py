@@ -1,5 +1,6 @@
 """The table of whole trainings: what ``--lancet-plan auto`` brings in each case, and how it compares."""
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks.auto.cases import AUTO, CASES, MEGATRON, MEGATRON_DELAYED, SAME, USERS
@@ -16,7 +17,7 @@ _MUCH = 0.3
 
 def auto() -> str:
     """Every measured case, from its newest result."""
-    lines = [["case", "after", "stock's step", "stock waits", "`auto` against stock (quartiles)"]]
+    lines = [["case", "stock's step", "stock waits", "`auto` against stock (quartiles)"]]
     lines[0] += ["against stock as a user has it", "of the fastest fixed plan's step", "tuning", "its plan"]
     lines[0] += ["predicted", f"{TRAINING_STEPS} steps at", "losses"]
     for case, quoted, found in _found():
@@ -24,7 +25,6 @@ def auto() -> str:
         lines.append(
             [
                 linked(case, quoted),
-                f"{found.start_steps} steps",
                 f"{reference.step_ms:.0f} ms",
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
@@ -37,23 +37,28 @@ def auto() -> str:
                 f"{found.max_loss_difference:.0e}",
             ]
         )
-    return markdown(lines) if len(lines) > 1 else NO_RESULT
+    return f"{markdown(lines)}\n\n{_on_predictions()}" if len(lines) > 1 else NO_RESULT
+
+
+def _on_predictions() -> str:
+    errors = [abs(error) for _, _, found in _found() for error in found.prediction_errors.values()]
+    return (
+        f"In these races {len(errors)} plans had a predicted and a measured step: the median error is "
+        f"{statistics.median(errors):.1%}, the largest {max(errors):.0%}."
+        if errors
+        else "No plan had a predicted and a measured step."
+    )
 
 
 def _found() -> list[tuple[str, Quoted, CaseSummary]]:
     return [(case, quoted, summarise(quoted.case)) for case, quoted in newest("auto").items()]
 
 
-def _found_alike() -> list[tuple[str, Quoted, CaseSummary]]:
-    """Cases whose variants start from one checkpoint; in the others stock's steps have less even routing."""
-    return [one for one in _found() if one[2].start_steps]
-
-
 def headline() -> str:
-    """Cases whose variants start from one checkpoint, for docs/performance.md."""
+    """The cases for docs/performance.md."""
     lines = [["training", "stock waits", "`auto` against stock", "the same against stock as a user has it"]]
     lines[0] += ["Megatron's overlap against stock", "waits under `auto`", "measured"]
-    for case, quoted, found in _found_alike():
+    for case, quoted, found in _found():
         chosen, reference = found.variants[AUTO], found.variants[SAME]
         lines.append(
             [
@@ -71,7 +76,7 @@ def headline() -> str:
 
 def sentence() -> str:
     """The ranges over the cases, for the README: those in which stock waits for much of its step stand apart."""
-    found = [(summary, quoted.mark) for _, quoted, summary in _found_alike()]
+    found = [(summary, quoted.mark) for _, quoted, summary in _found()]
     if not found:
         return NO_RESULT
     summaries = sorted((one for one, _ in found), key=_waits, reverse=True)

@@ -43,8 +43,8 @@ class CaseSummary:
         time_to_step: time that the fastest plan would take from the first step to the 500th, over ``auto``'s with
             its tuning.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
-        start_steps: steps of the training from which all variants start; 0 if each starts untrained.
-        prediction_error: of ``auto``'s step when it chose its plan, relative; None without a prediction.
+        prediction_errors: relative, of the steps that ``auto`` measured in its race, by plan, the winner's last; empty
+            without predictions.
     """
 
     name: str
@@ -57,8 +57,12 @@ class CaseSummary:
     to_best: Spread
     time_to_step: float
     max_loss_difference: float
-    start_steps: int = 0
-    prediction_error: float | None = None
+    prediction_errors: Mapping[str, float]
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Of the winner; None if it had no prediction."""
+        return self.prediction_errors.get(self.variants[AUTO].plan)
 
 
 def _steps(record: Mapping[str, Any], field: int) -> list[float]:
@@ -97,8 +101,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         to_best,
         _time_to_step(case, best, to_best.median),
         max(_difference(reference["losses"], record["losses"]) for record in records.values()),
-        case.get("start_steps", 0),
-        _prediction_error(auto["lines"]),
+        _prediction_errors(auto["lines"]),
     )
 
 
@@ -124,13 +127,23 @@ def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
     return TRAINING_STEPS * min(1, to_best) / in_steps
 
 
-_VERDICT = re.compile(r": measured .*predicted .*, ([-+][\d.]+) %")
-"""The line about the plan that has won, see ``features/tuning/controller.py``."""
+_PREDICTED = re.compile(r"((?:chunks=|layers ).*?), predicted ([\d.]+) ms a step")
+_OUT = re.compile(r"((?:chunks=|layers ).*) \(([\d.]+) ms\)")
+_WON = re.compile(r"\(((?:chunks=|layers ).*)\): measured ([\d.]+) ms")
+"""In lines about a race, see ``features/tuning/controller.py``."""
 
 
-def _prediction_error(lines: Sequence[str]) -> float | None:
-    found = [match for line in lines if (match := _VERDICT.search(line))]
-    return float(found[-1][1]) / 100 if found else None
+def _prediction_errors(lines: Sequence[str]) -> dict[str, float]:
+    predicted = {plan: float(ms) for line in lines if ": measuring " in line for plan, ms in _PREDICTED.findall(line)}
+    measured: dict[str, float] = {}
+    for line in lines:
+        if ": out after " in line:
+            slower = line.partition("turn")[2].partition(": ")[2].rpartition("; ")[0]
+            parts = re.split(r"(?<= ms\)), ", slower)
+            measured |= {found[1]: float(found[2]) for part in parts if (found := _OUT.fullmatch(part))}
+        elif won := _WON.search(line):
+            measured[won[1]] = float(won[2])
+    return {plan: predicted[plan] / ms - 1 for plan, ms in measured.items() if plan in predicted}
 
 
 def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:

@@ -1,7 +1,5 @@
 """From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
 
-from functools import partial
-
 import pytest
 
 from benchmarks.auto import quoted
@@ -65,23 +63,28 @@ def test_tables_have_every_variant_with_its_plan():
         assert "its step is 1.020" in text
 
 
-def test_verdict_has_the_error_of_the_prediction():
-    plan = "two chunks (chunks=2): measured 1925.5 ms a step, 71.9 ms of it exposed, 1.62x as fast as no overlap"
-    lines = ["measuring 2 plans in turns: chunks=2, predicted 1931.2 ms a step (best of 42)", f"{plan}; predicted "]
+def test_predictions_are_compared_with_steps_of_the_race():
+    prefix, paired = "Megatron-Lancet plan", "chunks=1 dw=fill paired (at the ends chunks=2 dw=none)"
+    lines = [
+        f"{prefix}: measuring 4 plans in turns: no overlap; chunks=2, predicted 1900.0 ms a step; {paired}, predicted "
+        "2100.0 ms a step; chunks=4, predicted 2000.0 ms a step; chunks=8 (best of 42)",
+        f"{prefix}: out after 1 turn: no overlap (3000.0 ms), {paired} (2000.0 ms), chunks=8 (2100.0 ms); chunks=2 "
+        "takes 1950.0 ms",
+        f"{prefix}: out after 2 turns: chunks=4 (2500.0 ms); chunks=2 takes 1950.0 ms",
+        f"{prefix}: two chunks (chunks=2): measured 2000.0 ms a step, 1.62x as fast as no overlap; predicted 1900.0 ms",
+    ]
     assert summarise(MEASURED).prediction_error is None
-    lines[1] += "1889.8 ms (scaled to the measured step without overlap), -1.9 %"
     found = summarise(case(**MEASURED["variants"] | {AUTO: MEASURED["variants"][AUTO] | {"lines": lines}}))
-    assert found.prediction_error == pytest.approx(-0.019)
+    assert found.prediction_errors == pytest.approx({paired: 0.05, "chunks=4": -0.2, "chunks=2": -0.05})
+    assert found.prediction_error == pytest.approx(-0.05)
 
 
-def test_headline_has_only_cases_whose_variants_start_alike(monkeypatch):
-    quoted_case = partial(Quoted, "auto-2026-11-27.json", "2026-11-27")
-    alike = MEASURED | {"disturbance": {"is_disturbed": False}, "start_steps": 150}
-    monkeypatch.setattr(quoted, "newest", lambda name: {"45-m4": quoted_case(alike), "45-m8": quoted_case(MEASURED)})
-    found = quoted.headline()
-    assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) |" in found
-    assert "45-m8" not in found
+def test_documents_have_every_case_and_the_errors_of_predictions(monkeypatch):
+    measured = Quoted("auto-10-m1-2026-11-29.json", "2026-11-29", MEASURED | {"disturbance": {"is_disturbed": False}})
+    monkeypatch.setattr(quoted, "newest", lambda name: {"45-m4": measured})
+    assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) |" in quoted.headline()
     assert "in 1 cases" in quoted.sentence()
+    assert "No plan had a predicted and a measured step" in quoted.auto()
 
 
 def test_only_stock_as_a_user_has_it_keeps_its_messages():
