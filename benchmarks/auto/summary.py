@@ -40,11 +40,9 @@ class CaseSummary:
         variants: by name.
         num_tuning_steps: of ``auto``.
         to_best: ``auto``'s steady step over the fastest fixed plan's, median of paired ratios.
-        time_to_step: time that the fastest plan would take from the first step to the 500th, over ``auto``'s with
-            its tuning.
+        time_to_step: see :func:`_time_to_step`.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
-        prediction_errors: relative, of the steps that ``auto`` measured in its race, by plan, the winner's last; empty
-            without predictions.
+        prediction_errors: predicted over measured step, less one, of each plan in ``auto``'s race that has both.
     """
 
     name: str
@@ -106,11 +104,11 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
 
 
 def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
-    """Time of a training with the fastest plan from its first step, over the time with ``auto``'s tuning.
+    """Time of the first 500 steps with the fastest plan, over their time with ``auto`` and its tuning.
 
-    Both are counted in steps of the fastest fixed plan, because the speed of a machine drifts. A segment of the tuning
-    is compared with the turns of that plan before and after it; in older results, which have no such turns, with its
-    steady step.
+    Both are counted in steps of the fastest fixed plan, because the machine's speed drifts: a segment of the tuning is
+    divided by the mean step of that plan in the turns before and after the segment. Older results have no such turns;
+    there the plan's steady step is the divisor.
 
     Args:
         case: of the result file.
@@ -130,7 +128,7 @@ def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
 _PREDICTED = re.compile(r"((?:chunks=|layers ).*?), predicted ([\d.]+) ms a step")
 _OUT = re.compile(r"((?:chunks=|layers ).*) \(([\d.]+) ms\)")
 _WON = re.compile(r"\(((?:chunks=|layers ).*)\): measured ([\d.]+) ms")
-"""In lines about a race, see ``features/tuning/controller.py``."""
+"""Plans and steps in the lines about a race, which ``features/tuning/controller.py`` and ``race.py`` write."""
 
 
 def _prediction_errors(lines: Sequence[str]) -> dict[str, float]:

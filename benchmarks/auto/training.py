@@ -96,8 +96,8 @@ class Running:
         """Runs until the final plan is chosen.
 
         Args:
-            fixed: these have a turn after each :data:`SEGMENT_STEPS` steps, before the first and after the last, so
-                that the tuning can be counted in their steps: the speed of a machine drifts.
+            fixed: variants that have a turn before the first step and after every :data:`SEGMENT_STEPS` steps. The
+                machine's speed drifts, so the tuning is counted in steps of these turns.
 
         Raises:
             UsageError: it is not after :data:`MAX_TUNING_STEPS`.
