@@ -157,6 +157,11 @@ class LancetConfig(CheckedFlags):
         """Bytes that deferred weight gradients may keep alive on a rank; None for no bound."""
         return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
 
+    @property
+    def asks_for_chunks(self) -> bool:
+        """Whether the user says how micro-batches are cut, or that they are not."""
+        return (self.num_chunks, self.chunk_dim, self.range) != (None, None, None)
+
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""
         values = {name: value for name, _, its, value in self.entries() if its.limits_plan}

@@ -363,6 +363,13 @@ class Feature:
         """
         return limits
 
+    def overlaps_whole(self, args: argparse.Namespace, config: "LancetConfig") -> bool:
+        """Whether the feature overlaps whole micro-batches in a plan that is made without measurements.
+
+        Such a plan then has no chunks, unless the user asks for some.
+        """
+        return False
+
     def in_fixed_plan(
         self, plan: "Plan", args: argparse.Namespace, config: "LancetConfig"
     ) -> "tuple[Plan, Sequence[str]]":

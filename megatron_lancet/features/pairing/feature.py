@@ -40,7 +40,8 @@ class PairingFlags(CheckedFlags):
         limits_plan=True,
         help="with gradient accumulation, interleave the backward of each micro-batch with the forward of the next, so "
         "one computes while messages of the other are in flight; needs no chunks. auto (default): the plan "
-        "chooses; a fixed plan pairs if --overlap-moe-expert-parallel-comm is given and pairing is possible.",
+        "chooses; a run too short to choose one pairs where that is possible; so does a fixed plan if "
+        "--overlap-moe-expert-parallel-comm is given.",
     )
 
 
@@ -72,8 +73,12 @@ class PairingFeature(Feature):
         pairing, excluded = allowed_pairing(args, config)
         return replace(limits, pairing=pairing, excluded=(*limits.excluded, *excluded))
 
+    def overlaps_whole(self, args: argparse.Namespace, config: LancetConfig) -> bool:
+        """Whether the plan will be paired."""
+        return pairs_fixed_plan(args, config)[0]
+
     def in_fixed_plan(self, plan: Plan, args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, Sequence[str]]:
-        """Pairs the plan where the user asks for it."""
+        """Pairs the plan where the user asks for pairs, or for no chunks."""
         is_paired, why_not = pairs_fixed_plan(args, config)
         return paired(plan) if is_paired else plan, why_not
 
@@ -149,7 +154,9 @@ def pairs_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[bo
     """
     allowed, excluded = allowed_pairing(args, config)
     notes = [f"not paired, because {exclusion.reason}" for exclusion in excluded[:1]]
-    return True in allowed and (False not in allowed or getattr(args, _ASKED, False)), notes
+    is_asked = False not in allowed or getattr(args, _ASKED, False)
+    # A pair hides messages with fewer ops than chunks, and without changing a bit of the result.
+    return True in allowed and (is_asked or not config.asks_for_chunks), notes
 
 
 PAIRING = PairingFeature()

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import SmallLaunch
@@ -107,6 +107,8 @@ def shrink(
         changes += [change] if change else []
     unchecked = _unchecked_flags(line.config)
     ours = [*line.overlap_words(unchecked), *launch.ours]
+    if line.config.plan is PlanChoice.AUTO and not line.config.asks_for_chunks:
+        ours += _CHUNKS
     given = {flag[0] for flag in line.flags}
     changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
     words += [*_sizes(line.args, layout), *_RUN, *launch.flags, *([] if launch.stock_mask else _NO_MASK)]
@@ -119,6 +121,8 @@ _RUN = (
     "--num-workers 0 --clip-grad 1e9 --init-method-std 0.1 --hidden-dropout 0 "
     "--attention-dropout 0 --transformer-impl local"
 ).split()
+_CHUNKS = ["--lancet-num-chunks", "2"]
+"""A tuned run may have chunks, which change the order of sums; a run of a few steps has pairs, which do not."""
 _NO_MASK = ["--no-create-attention-mask-in-dataloader"]
 
 

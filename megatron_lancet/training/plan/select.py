@@ -87,14 +87,16 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
     """Makes a plan from the flags without any measurement, with notes for the user."""
     notes = []
     overlap_range = config.range or OverlapRange.STACK
+    needs_chunks = config.asks_for_chunks or not any(one.overlaps_whole(args, config) for one in config.features)
     whole = ", ".join(routing_over_full_micro_batch(args))
     if whole and overlap_range is not OverlapRange.EXPERTS:
         overlap_range = OverlapRange.EXPERTS
-        notes.append(f"chunks start after the gate, because {whole} looks at the full micro-batch")
+        if needs_chunks:
+            notes.append(f"chunks start after the gate, because {whole} looks at the full micro-batch")
     blockers = list(sequence_blockers(args, config, overlap_range))
-    num_chunks, dim = _chunks(args, config, blockers)
+    num_chunks, dim = _chunks(args, config, blockers) if needs_chunks else (1, ChunkDim.BATCH)
     along = chunked_dim(args, config, dim)
-    if num_chunks == 1 and config.num_chunks is None:
+    if num_chunks == 1 and config.num_chunks is None and needs_chunks:
         notes += _why_whole(along, blockers, dim)
     elif num_chunks > 1 and along.multiple > 1:
         notes.append(along.why)

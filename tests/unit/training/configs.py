@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.flags import CheckedFlags
 from megatron_lancet.registry import features
 
@@ -20,6 +21,11 @@ def config_with(*flags: CheckedFlags, **settings: Any) -> LancetConfig:
         if own:
             given[kind] = kind(**own)
     return LancetConfig(**settings, features=features(), settings=given)
+
+
+def cut_with(*flags: CheckedFlags, **settings: Any) -> LancetConfig:
+    """As :func:`config_with`, without pairs: a plan that is made without measurements then has chunks."""
+    return config_with(*flags, **{"pairing": PairingChoice.OFF, **settings})
 
 
 def changed(config: LancetConfig, **settings: Any) -> LancetConfig:

@@ -12,7 +12,7 @@ from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
-from tests.unit.training.configs import config_with
+from tests.unit.training.configs import config_with, cut_with
 from tests.unit.training.validated import parsed
 
 FLAG = "--dataloader-inter-document-masking"
@@ -41,7 +41,7 @@ def test_documents_are_not_refused(documents, changes, config):
 def test_documents_are_cut_along_the_sequence(documents):
     args = documents("--micro-batch-size", 1, "--reset-attention-mask", "--reset-position-ids")
     assert any("--reset-attention-mask is off" in line for line in normalize_args(args, config_with()))
-    assert choose_plan(args, config_with())[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+    assert choose_plan(args, cut_with())[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_documents_are_a_mask_for_stock():
         "--num-virtual-stages-per-pipeline-rank 2"
     )
     assert found.stock_mask
-    assert found.ours == ["--dataloader-inter-document-masking"]
+    assert found.ours == ["--dataloader-inter-document-masking", "--lancet-num-chunks", "2"]
     assert not {"--dataloader-inter-document-masking", "--mtp-num-layers"} & set(found.words)
     assert "--no-create-attention-mask-in-dataloader" not in found.words
     assert found.layout.virtual == 1
@@ -142,7 +142,7 @@ def test_samples_have_mask_bounds_and_positions_of_documents():
 
 def test_bins_become_samples_of_one_length_with_documents():
     found = shrunk(f"{SMALL} --lancet-pack-documents --lancet-pack-max-tokens 64 --calculate-per-token-loss")
-    assert (found.ours, found.stock_mask) == (["--dataloader-inter-document-masking"], True)
+    assert (found.ours, found.stock_mask) == (["--dataloader-inter-document-masking", "--lancet-num-chunks", "2"], True)
     assert any("(--lancet-pack-documents)" in change for change in found.changes)
 
 

@@ -50,7 +50,6 @@ class Expected:
         total: billions of parameters; names of models say the same.
         active: billions of parameters that are active per token.
         may_pair: whether a plan may pair micro-batches: not in pipelines without virtual stages.
-        is_cut: False with one sample in a micro-batch and sequence parallelism: only pairing overlaps forwards.
         is_short: whether its script has fewer steps than tuning takes.
         stock: why the run keeps stock modules; the others overlap as they are.
         does_fit: whether the largest rank's memory is below an H100's.
@@ -60,7 +59,6 @@ class Expected:
     total: float
     active: float
     may_pair: bool = True
-    is_cut: bool = True
     is_short: bool = False
     stock: str = ""
     does_fit: bool = True
@@ -70,11 +68,9 @@ LISTED = {
     "megatron_mixtral_8x7b": Expected(32, 46.70, 12.88, may_pair=False),
     "modelzoo_deepseek_v2_lite": Expected(8, 15.81, 2.77),
     "modelzoo_qwen3_30b_fullrecompute": Expected(8, 30.43, 3.26, does_fit=False),
-    "modelzoo_mixtral_8x22b_capacity": Expected(
-        64, 140.62, 39.15, is_cut=False, stock="--tp-comm-overlap", does_fit=False
-    ),
-    "modelzoo_deepseek_v3_h100_128k": Expected(256, 683.75, 39.35, is_cut=False),
-    "modelzoo_deepseek_v3_h100_a2aoverlap": Expected(512, 682.64, 38.24, is_cut=False),
+    "modelzoo_mixtral_8x22b_capacity": Expected(64, 140.62, 39.15, stock="--tp-comm-overlap", does_fit=False),
+    "modelzoo_deepseek_v3_h100_128k": Expected(256, 683.75, 39.35),
+    "modelzoo_deepseek_v3_h100_a2aoverlap": Expected(512, 682.64, 38.24),
     "mcore_ft_top2router_tp2_ep": Expected(4, 0.24, 0.09),
     "mcore_ft_selective_recompute_pp2_ep4": Expected(8, 1.94, 0.71, is_short=True),
     "mcore_ft_cp2_pp2_ep2_sinkhorn": Expected(4, 0.14, 0.06, may_pair=False, is_short=True),
@@ -116,10 +112,8 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
     assert sum(line.startswith("paired micro-batches need up to ") for line in others) == expected.may_pair
     reason = "not pairing: Megatron's loop for a pipeline without"
     assert any(line.startswith(reason) for line in others) != expected.may_pair
-    assert ("(chunks=1 " in findings.plan[0]) != expected.is_cut
-    # Megatron's own flag pairs the plan of runs that are too short to find one.
-    asks = "--overlap-moe-expert-parallel-comm" in shlex.split((LISTS / f"{name}.args").read_text())
-    assert (" paired" in findings.plan[0].split(";")[1]) == asks
+    of_short_runs = findings.plan[0].split(";")[1]
+    assert ("(chunks=1 " in of_short_runs) == (" paired" in of_short_runs) == expected.may_pair
 
 
 TE_SCRIPTS = {

@@ -59,7 +59,7 @@ def test_megatrons_flags_become_ours(parsed, implementation, scopes):
     assert "runs as --lancet-cuda-graphs attention" in lines
     assert (args.cuda_graph_impl, args.cuda_graph_modules, args.cuda_graph_scope_deprecated) == ("none", [], None)
     assert CUDA_GRAPHS.is_asked(args, config_with())
-    assert choose_plan(args, config_with())[0] == TWO
+    assert choose_plan(args, config_with())[0] == paired(ONE)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.run_hook import RunHook
-from tests.unit.training.configs import changed, config_with
+from tests.unit.training.configs import changed, config_with, cut_with
 from tests.unit.training.validated import parsed
 
 CPU = torch.device("cpu")
@@ -86,8 +86,9 @@ def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, c
     assert "dispatch=" not in line
     plan, line = choose_plan(args, WITH_DEDUP)
     assert plan == replace(plain, dispatch=DEDUP)  # as many messages
+    assert plan.is_paired
     assert line.startswith(plan_text(plan))
-    assert f"({plain} dispatch=dedup)" in line
+    assert f"({str(plain).removesuffix(' paired')} dispatch=dedup paired)" in line
     both = config_with(dispatch=DEDUP, pairing=PairingChoice.ON, num_chunks=1)
     assert choose_plan(args, both)[0].at_ends.dispatch is DEDUP
 
@@ -99,7 +100,7 @@ def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, c
     limits = planning_limits(args, on_nodes)
     assert limits.dispatches == tuple(Dispatch.known().values())
     assert all(one.what not in (NAME, HOPS) for one in limits.excluded)
-    asked = replace(on_nodes, dispatch=TWO_HOP)
+    asked = changed(on_nodes, dispatch=TWO_HOP, pairing=PairingChoice.OFF)
     assert planning_limits(args, asked).dispatches == (TWO_HOP,)
     assert choose_plan(args, on_nodes)[0].dispatch is PLAIN
     plan, line = choose_plan(args, asked)
@@ -122,7 +123,7 @@ def test_two_hops_with_one_expert_on_each_rank(megatron_args):
         assert limits.dispatches == (PLAIN, TWO_HOP)
         assert [one.what for one in limits.excluded if one.what in (NAME, HOPS)] == [NAME]
         expected = TWO_HOP if flags else PLAIN
-        assert choose_plan(args, ON_NODES)[0] == fixed_plan(2, dispatch=expected)
+        assert choose_plan(args, ON_NODES)[0] == paired(fixed_plan(1, dispatch=expected))
     assert args.lancet_test_line == f"{MAPPED}, one row per token and node"
 
 
@@ -292,19 +293,20 @@ def test_plan_file_says_what_is_dispatched_and_contradicts_flag(megatron_args, t
 def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
     args = megatron_args(*FLEX)
     assert args.lancet_test_line == f"{MAPPED}, one row per token and rank"
-    assert choose_plan(args, config_with())[0] == deduplicated(2)
+    assert choose_plan(args, config_with())[0] == paired(deduplicated(1))
+    assert choose_plan(args, cut_with())[0] == deduplicated(2)
     assert choose_plan(args, config_with(num_chunks=4))[0] == deduplicated(4)
     assert planning_limits(args, config_with()).dispatches == (DEDUP,)
     on_nodes = megatron_args(*FLEX, *EP4, config=ON_NODES)
     assert on_nodes.lancet_test_line == f"{MAPPED}, one row per token and rank or node"
-    assert choose_plan(on_nodes, ON_NODES)[0] == fixed_plan(2, dispatch=TWO_HOP)
+    assert choose_plan(on_nodes, ON_NODES)[0] == paired(fixed_plan(1, dispatch=TWO_HOP))
     assert planning_limits(on_nodes, ON_NODES).dispatches == (DEDUP, TWO_HOP)
     asked_otherwise = megatron_args(*FLEX, config=WITH_PLAIN)
     assert asked_otherwise.lancet_test_line == MAPPED
-    assert choose_plan(asked_otherwise, WITH_PLAIN)[0] == fixed_plan(2)
+    assert choose_plan(asked_otherwise, WITH_PLAIN)[0] == paired(fixed_plan(1))
     # The default of Megatron's flag sends rows to all ranks; nobody has asked for fewer.
     default = megatron_args("--moe-token-dispatcher-type", "allgather")
-    assert choose_plan(default, config_with())[0] == fixed_plan(2)
+    assert choose_plan(default, config_with())[0] == paired(fixed_plan(1))
 
 
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())

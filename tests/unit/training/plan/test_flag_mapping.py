@@ -43,7 +43,7 @@ def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
     )
     assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert args.wgrad_deferral_limit == 0
-    assert choose_plan(args, config_with())[0] == paired(fixed_plan(2))
+    assert choose_plan(args, config_with())[0] == paired(fixed_plan(1))
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,16 @@ def test_auto_may_pair_on_pairs_and_off_does_not(megatron_args, changes):
     args = megatron_args(*changes)
     assert planning_limits(args, config_with()).pairing == (False, True)
     assert planning_limits(args, ON).pairing == (True,)
-    unpaired, line = choose_plan(args, config_with())
-    assert not unpaired.is_paired
-    assert "paired" not in line
-    plan, line = choose_plan(args, ON)
-    assert plan == paired(unpaired)
-    assert line.startswith(plan_text(paired(unpaired)))
+    for config in (config_with(), ON):
+        plan, line = choose_plan(args, config)
+        assert plan.is_paired
+        assert plan.at_ends == plan.in_middle
+        assert {segment.num_chunks for segment in plan.segments} == {1}
+        assert line.startswith(plan_text(plan))
     limits = planning_limits(args, OFF)
     assert (limits.pairing, [one for one in limits.excluded if one.what == "pairing"]) == ((False,), [])
     plan, line = choose_plan(args, OFF)
-    assert plan == unpaired
+    assert not plan.is_paired
     assert "paired" not in line
 
 
@@ -149,7 +149,7 @@ def test_line_gives_one_reason_and_the_limits_all(megatron_args):
 def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
     args = megatron_args("--overlap-grad-reduce")
     assert planning_limits(args, config_with(PRIORITY)).pairing == (False, True)
-    assert choose_plan(args, config_with(PRIORITY, pairing=PairingChoice.ON))[0] == paired(fixed_plan(2))
+    assert choose_plan(args, config_with(PRIORITY, pairing=PairingChoice.ON))[0] == paired(fixed_plan(1))
 
 
 def test_pairing_needs_a_plan_and_expert_parallelism(megatron_args):
@@ -202,12 +202,13 @@ def test_megatrons_flag_pairs_fixed_plans_not_tuned_ones(megatron_args):
     args = megatron_args("--overlap-moe-expert-parallel-comm")
     assert not args.overlap_moe_expert_parallel_comm
     for config in (config_with(), config_with(num_chunks=4)):
-        assert choose_plan(args, config)[0] == paired(fixed_plan(config.num_chunks or 2))
+        assert choose_plan(args, config)[0] == paired(fixed_plan(config.num_chunks or 1))
         assert planning_limits(args, config).pairing == (False, True)
     assert is_tuned(args, config_with())
     assert choose_plan(args, OFF)[0] == fixed_plan(2)
     # Other flags for overlap do not ask for it.
-    assert choose_plan(megatron_args("--moe-shared-expert-overlap"), config_with())[0] == fixed_plan(2)
+    other = megatron_args("--moe-shared-expert-overlap")
+    assert choose_plan(other, config_with(num_chunks=4))[0] == fixed_plan(4)
 
 
 @pytest.mark.parametrize("changes", [PIPELINE, ONE_MICRO_BATCH])

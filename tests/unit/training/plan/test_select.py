@@ -11,10 +11,10 @@ from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan
-from tests.unit.training.configs import config_with
+from tests.unit.training.configs import config_with, cut_with
 from tests.unit.training.validated import parsed
 
 
@@ -30,11 +30,32 @@ def megatron_args(monkeypatch):
     return make
 
 
-def test_auto_plan_has_two_chunks(megatron_args):
-    plan, line = choose_plan(megatron_args(), config_with())
-    assert plan == fixed_plan(2)
+@pytest.mark.parametrize("pairing", [None, PairingChoice.ON])
+def test_auto_plan_pairs_whole_micro_batches(megatron_args, pairing):
+    plan, line = choose_plan(megatron_args(), config_with(pairing=pairing))
+    assert plan == paired(fixed_plan(1))
     assert line == plan_text(plan)
-    assert line.endswith("(chunks=2 dim=batch range=stack dw=fill dw-window=4)")
+    assert line.endswith("(chunks=1 dim=batch range=stack dw=fill dw-window=2 paired)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wishes", "expected"),
+    [
+        (["--global-batch-size", 8], {}, fixed_plan(2)),
+        ([], {"pairing": PairingChoice.OFF}, fixed_plan(2)),
+        ([], {"chunk_dim": ChunkDim.SEQUENCE}, fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)),
+        ([], {"range": OverlapRange.GATE}, fixed_plan(2, overlap_range=OverlapRange.GATE)),
+        (
+            [],
+            {"range": OverlapRange.GATE, "pairing": PairingChoice.ON},
+            paired(fixed_plan(2, overlap_range=OverlapRange.GATE)),
+        ),
+        ([], {"num_chunks": 1}, fixed_plan(1)),
+    ],
+    ids=str,
+)
+def test_auto_plan_has_two_chunks_without_pairs_or_if_asked(megatron_args, changes, wishes, expected):
+    assert choose_plan(megatron_args(*changes), config_with(**wishes))[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -86,11 +107,11 @@ def test_stock_modules_name_the_fused_attention(megatron_args, experts):
 
 
 def test_dw_memory_bound_is_part_of_the_plan(megatron_args):
-    plan, line = choose_plan(megatron_args(), config_with(dw_memory_mb=1.5))
+    plan, line = choose_plan(megatron_args(), cut_with(dw_memory_mb=1.5))
     assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
     assert line.endswith("dw-memory=1.5MB)")
     with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
-        choose_plan(megatron_args(), config_with(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
+        choose_plan(megatron_args(), cut_with(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
 
 
 @pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])
@@ -114,7 +135,7 @@ def test_more_chunks_than_samples_or_tokens_are_refused(megatron_args):
     [(8, None, 2, "batch"), (2, 2, 2, "batch"), (2, 3, 3, "sequence"), (1, None, 2, "sequence"), (1, 1, 1, "batch")],
 )
 def test_auto_plan_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
-    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), config_with(num_chunks=asked))
+    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), cut_with(num_chunks=asked))
     assert plan == fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
 
 
@@ -133,11 +154,11 @@ AGAINST_SEQUENCE = [
 )
 def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, changes, wishes, obstacle):
     with pytest.raises(UsageError, match=f"--lancet-chunk-dim sequence does not work with {obstacle}"):
-        choose_plan(megatron_args(*changes), config_with(chunk_dim=ChunkDim.SEQUENCE, **wishes))
+        choose_plan(megatron_args(*changes), cut_with(chunk_dim=ChunkDim.SEQUENCE, **wishes))
     with pytest.raises(UsageError, match=f"sequence chunks do not work with {obstacle}"):
-        choose_plan(megatron_args(*changes), config_with(num_chunks=8, **wishes))
+        choose_plan(megatron_args(*changes), cut_with(num_chunks=8, **wishes))
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
-    plan, line = choose_plan(alone, config_with(**wishes))
+    plan, line = choose_plan(alone, cut_with(**wishes))
     assert plan == fixed_plan(1)
     assert f"a micro-batch of 1 is not cut, because sequence chunks do not work with {obstacle}" in line
 
@@ -160,10 +181,10 @@ def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
     ],
 )
 def test_routing_of_whole_micro_batches_narrows_range_with_note(megatron_args, changes):
-    plan, line = choose_plan(megatron_args(*changes), config_with())
+    plan, line = choose_plan(megatron_args(*changes), cut_with())
     assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
     assert f"chunks start after the gate, because {changes[0]}" in line
-    _, line = choose_plan(megatron_args(*changes), config_with(range=OverlapRange.EXPERTS))
+    _, line = choose_plan(megatron_args(*changes), cut_with(range=OverlapRange.EXPERTS))
     assert "because" not in line
 
 
@@ -205,7 +226,7 @@ def test_fused_attention_is_selected_by_flags_and_dropout(megatron_args):
 
 
 def test_dropout_is_allowed_and_explained(megatron_args):
-    _, line = choose_plan(megatron_args("--hidden-dropout", 0.1), config_with())
+    _, line = choose_plan(megatron_args("--hidden-dropout", 0.1), cut_with())
     assert "dropout draws its random numbers chunk by chunk" in line
 
 
@@ -228,20 +249,20 @@ FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "unif
     ],
 )
 def test_chunks_keep_multiple_that_fp8_wants_and_line_says_so(megatron_args, changes, chunks, note):
-    plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), config_with())
+    plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), cut_with())
     assert plan == fixed_plan(2, **chunks)
     assert line == "; ".join([plan_text(plan), *([f"--fp8-recipe {note}"] if note else [])])
 
 
 def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
     args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
-    plan, line = choose_plan(args, config_with())
+    plan, line = choose_plan(args, cut_with())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert "a micro-batch of 8 positions is not cut, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
     no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": PLAIN, "tiles": 0}
-    assert not is_tuned(args, config_with(**no_choice))
+    assert not is_tuned(args, cut_with(**no_choice))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
-        choose_plan(args, config_with(num_chunks=2, chunk_dim=ChunkDim.BATCH))
+        choose_plan(args, cut_with(num_chunks=2, chunk_dim=ChunkDim.BATCH))
 
 
 REFUSED: list[tuple[list, str]] = [
@@ -314,7 +335,7 @@ SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules"]
     ids=lambda changes: " ".join(map(str, changes)),
 )
 def test_layouts_and_settings_that_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), config_with())[0] == fixed_plan(2)
+    assert choose_plan(megatron_args(*changes), cut_with())[0] == fixed_plan(2)
 
 
 def test_fused_attention_of_torch_is_refused_with_te(megatron_args):

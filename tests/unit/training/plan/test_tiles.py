@@ -42,7 +42,8 @@ def megatron_args(monkeypatch):
         ({"num_chunks": 1, "tiles": 0}, fixed_plan(1)),
         ({"num_chunks": 1, "tiles": 2}, fixed_plan(1, tiles=2)),
         ({"num_chunks": 2, "tiles": 1}, fixed_plan(2, tiles=1)),
-        ({"tiles": 4}, fixed_plan(2, tiles=4)),
+        ({"tiles": 4}, paired(fixed_plan(1, tiles=4))),
+        ({"tiles": 4, "pairing": PairingChoice.OFF}, fixed_plan(2, tiles=4)),
     ],
 )
 def test_fixed_plans_have_the_tiles_that_are_asked_for(megatron_args, wishes, expected):
