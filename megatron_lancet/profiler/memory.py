@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lancet.runtime.trace import Trace, What
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.trace_log import What
 
 
 class SavedActivations:

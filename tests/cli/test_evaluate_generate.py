@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_lancet.errors import UsageError
 from tests import data
+from tests.cli.evil import calls, evil_archive
 from tests.cli.loading import TOOLS, load_tool
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, SHORT_RUN, TINY_MODEL, WORKER
@@ -387,20 +388,3 @@ class TestDamagedCheckpoints:
         path.write_bytes(bytes(content))
         assert "restricted reader refuses" in self.refusal(tool, copy)
         assert not victim.exists()
-
-
-def calls(victim):
-    return b"(cpathlib\nPosixPath\n(V" + str(victim).encode() + b"\ntRtR."
-
-
-def evil_archive(victim) -> bytes:
-    """What torch.save would write of an object whose loading touches a file."""
-    import io
-
-    class Evil:
-        def __reduce__(self):
-            return Path.touch, (victim,)
-
-    file = io.BytesIO()
-    torch.save([Evil()], file, _use_new_zipfile_serialization=False)  # a reader of this form stops where it ends
-    return file.getvalue()

@@ -16,7 +16,8 @@ ALLOWED = {
     "schedule": {"registry"},
     "planning": {"schedule", "registry"},
     "config": {"schedule", "flags", "feature"},
-    "feature": {"flags", "config", "schedule", "planning"},  # the last three for annotations only
+    "feature": {"feature_parts", "flags", "config", "schedule", "planning"},  # the last three for annotations only
+    "feature_parts": set(),
     "registry": {"feature", "model", "runtime", "schedule"},  # for annotations only
     "flags": set(),
     "errors": set(),
@@ -41,6 +42,7 @@ ALLOWED = {
         "report",
         "config",
         "feature",
+        "feature_parts",
         "flags",
         "data",
         "registry",
@@ -58,6 +60,7 @@ ALLOWED = {
         "report",
         "config",
         "feature",
+        "feature_parts",
         "flags",
         "cli",
         "data",

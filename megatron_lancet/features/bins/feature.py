@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.feature import ActiveFeature, Feature, RunFacts, Samples
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.feature_parts import Samples
 from megatron_lancet.features.bins.dataset import DocumentDataset
 from megatron_lancet.features.bins.exchange import Exchange
 from megatron_lancet.features.bins.flags import BinsFlags

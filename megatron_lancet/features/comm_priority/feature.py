@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.feature_parts import PlanBlocker, PlanPart
 from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
 from megatron_lancet.features.comm_priority.grad_reduction import missing_seams, reductions_in_micro_ops
 from megatron_lancet.flags import CheckedFlags, flag, words

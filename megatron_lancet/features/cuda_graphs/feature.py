@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import ActiveFeature, Feature, RunFacts, SmallLaunch
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.features.cuda_graphs.limits import blockers, clear_megatrons_flags, megatrons_scopes
 from megatron_lancet.features.cuda_graphs.stage import StageGraphs, is_captured
 from megatron_lancet.flags import CheckedFlags, flag, words

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.feature import PlanPart
+from megatron_lancet.feature_parts import PlanPart
 from megatron_lancet.training.plan.support import own_samples
 
 _CAPTURED = {"attn", "moe_router", "moe_preprocess"}

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.feature import ActiveFeature, Feature, ReadBatch, SmallLaunch
+from megatron_lancet.feature import ActiveFeature, Feature
+from megatron_lancet.feature_parts import ReadBatch, SmallLaunch
 from megatron_lancet.features.documents.limits import check_documents, shapes_vary
 from megatron_lancet.features.documents.sharing import read_documents
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG

@@ -28,7 +28,7 @@ _NUM_SIZES = 4
 def read_documents(
     args: argparse.Namespace, by_document: bool, data_iterator: Any, model: Any
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Reads this rank's share of the next micro-batch, a :data:`~megatron_lancet.feature.ReadBatch` with arguments.
+    """Reads this rank's share of the next micro-batch: :data:`~megatron_lancet.feature_parts.ReadBatch` with arguments.
 
     Args:
         by_document: see :meth:`DocumentBatch.packed_seq_params`.

@@ -4,7 +4,8 @@ from contextlib import AbstractContextManager, ExitStack
 
 from megatron.core.transformer import multi_token_prediction
 
-from megatron_lancet.feature import ActiveFeature, Feature, SmallLaunch
+from megatron_lancet.feature import ActiveFeature, Feature
+from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.features.mtp.shifted_tokens import shifted_in_documents
 from megatron_lancet.patching import around
 from megatron_lancet.training.run import OverlappedRun, Run

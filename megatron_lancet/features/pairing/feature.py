@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import Feature, PlanBlocker, PlanPart
+from megatron_lancet.feature import Feature
+from megatron_lancet.feature_parts import PlanBlocker, PlanPart
 from megatron_lancet.features.pairing import seams
 from megatron_lancet.flags import CheckedFlags, flag, words
 from megatron_lancet.planning.search.search_space import Exclusion, Limits

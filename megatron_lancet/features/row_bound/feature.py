@@ -23,7 +23,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.feature_parts import PlanBlocker, PlanPart
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.model.gpt import check_plan
 from megatron_lancet.planning.sizes.saved_tensors import expert_row_bytes

@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
+from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
+from megatron_lancet.feature_parts import PlanBlocker, PlanPart
 from megatron_lancet.features.shortcut.model import check_plan, wire
 from megatron_lancet.features.shortcut.order import NAME
 from megatron_lancet.features.shortcut.support import PATTERN, layers_blocker

@@ -1,6 +1,7 @@
 """Layers of Transformer Engine in a run, ``--transformer-impl transformer_engine`` of Megatron."""
 
-from megatron_lancet.feature import Feature, RunFacts, SmallLaunch
+from megatron_lancet.feature import Feature, RunFacts
+from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.features.te.seams import check_te_seams
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 

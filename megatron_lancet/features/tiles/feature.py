@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import Feature, PlanPart
+from megatron_lancet.feature import Feature
+from megatron_lancet.feature_parts import PlanPart
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.planning.search.search_space import TILES as TRIED
 from megatron_lancet.planning.search.search_space import Exclusion, Limits

@@ -3,7 +3,8 @@
 import argparse
 
 from megatron_lancet.config import LancetConfig, PlanChoice
-from megatron_lancet.feature import Feature, RunFacts, SmallLaunch, Steering
+from megatron_lancet.feature import Feature, RunFacts, Steering
+from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.features.tuning.autotune import AutoTune
 from megatron_lancet.features.tuning.controller import TuningController
 from megatron_lancet.features.tuning.flags import TuningFlags

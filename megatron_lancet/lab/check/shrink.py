@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import SmallLaunch
+from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine

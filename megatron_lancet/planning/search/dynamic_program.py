@@ -90,7 +90,7 @@ class DynamicProgram:
             if limits.max_memory_bytes is None:
                 continue
             room_bytes = limits.max_memory_bytes - self._dw_bytes(fastest, policy)
-            if self._simulator.saved_bytes(fastest, self._space.dispatch) > room_bytes:
+            if self._simulator.kept.on_fullest_stage(fastest, self._space.dispatch) > room_bytes:
                 smaller = self.best_segments(guess, room_bytes)
                 if smaller is not None:
                     yield smaller
@@ -104,7 +104,7 @@ class DynamicProgram:
         model, chosen = self._simulator.model, []
         for stage in sorted(set(model.stage_of_layer)):
             runs = [run for run in self._space.runs if model.stage_of_layer[run[0] - 1] == stage]
-            room = None if room_bytes is None else self._simulator.room_for_layers(stage, room_bytes)
+            room = None if room_bytes is None else self._simulator.kept.room_for_layers(stage, room_bytes)
             found = self._solve_stage(runs, guess, room)
             if found is None:
                 return None

@@ -10,11 +10,7 @@ before all ranks have issued the message. Elsewhere (CUDA) the kernels of a mess
 on. Token counts take no bandwidth.
 
 A dispatch leaves when its counts have arrived. Where the host polls (CPU), that needs nothing of the rank, which goes
-on computing. Elsewhere (CUDA) the host enqueues ops for the device, and is ahead of it until it needs counts: before it
-launches the next collective, or when the dispatch is waited for (``runtime/comm.py``). It stops there until they have
-arrived, which includes its own round trip to the device. The device continues with what was enqueued before; then it is
-idle, since all later ops are enqueued after that time. Launching takes the times in the profile: an op ends when the
-device has run it, and not before the host has launched all of it.
+on computing. Elsewhere (CUDA) the host may stop for them (``rank_state.py``).
 """
 
 import heapq
@@ -24,7 +20,6 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
 from megatron_lancet.planning.simulation.cost_model import DwCost
-from megatron_lancet.planning.simulation.host import launched_after_ms
 from megatron_lancet.planning.simulation.links import NEVER, LaunchReduction, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import (
     BESIDE,
@@ -36,8 +31,15 @@ from megatron_lancet.planning.simulation.lowering import (
     key_of,
     layer_at,
 )
-from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult
-from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState, phase_result
+from megatron_lancet.planning.simulation.phase_result import PhaseResult
+from megatron_lancet.planning.simulation.rank_state import (
+    CountsState,
+    LayerDw,
+    RankState,
+    launched_after_ms,
+    new_message,
+    phase_result,
+)
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import INSIDE_NODE, MEMORY_BOUND, Op, OpKind, Phase, Verb
 from megatron_lancet.schedule.timeline import Lane, Span
@@ -199,17 +201,10 @@ class Engine:
         return self._name(message.place, message.chunk, message.kind, message.tile)
 
     def _compute(self, rank: RankState, name: str, ms: float, slowdown: float) -> None:
-        """Advances the rank's clock by a compute op."""
-        start_ms = rank.time_ms
+        """Runs a compute op."""
         if slowdown > 1 and rank.num_unknown and not self._polls:
-            ms *= slowdown
-        elif slowdown > 1 and (free_ms := self._busy_until_ms(rank.column)) > start_ms:
-            beside_ms = min(ms * slowdown, free_ms - start_ms)
-            ms = beside_ms + (ms - beside_ms / slowdown)
-            rank.slowed_until_ms = max(rank.slowed_until_ms, start_ms + beside_ms)
-        rank.time_ms = max(rank.time_ms + ms, rank.host_ms)
-        if self._record:
-            rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
+            ms, slowdown = ms * slowdown, 1.0
+        rank.compute(name if self._record else "", ms, slowdown, self._busy_until_ms(rank.column))
 
     def _busy_until_ms(self, column: int) -> float:
         """When a rank's links will all be idle if no more is sent."""
@@ -238,12 +233,7 @@ class Engine:
         """Ends a backward that is followed by another; its forward goes on."""
         for dw in rank.queue.flush():
             self._run_dw(rank, dw)
-        rank.peak_dw_bytes = max(rank.peak_dw_bytes, rank.queue.peak_bytes)
-        rank.num_early = max(rank.num_early, rank.queue.num_early)
-        rank.num_ended += 1
-        rank.marks.append(Mark(rank.time_ms, rank.exposed_ms, rank.exposed_forward_ms))
-        if rank.num_ended < len(self._rules):
-            rank.queue = DwQueue(self._rules[rank.num_ended])
+        rank.end_backward(self._rules)
 
     def _end(self, rank: RankState) -> None:
         """Runs the rank's remaining dWs and launches the remaining reductions."""
@@ -301,12 +291,8 @@ class Engine:
         rank.get_counts(counts.done_ms, self._links.network.launch_ms)
         if counts.done_ms <= idle_from_ms:
             return True
-        rank.time_ms = rank.slowed_until_ms = max(rank.time_ms, counts.done_ms)
-        rank.exposed_ms += rank.time_ms - idle_from_ms
-        rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
-        if self._record:
-            name = self._name(message.place, message.chunk, OpKind.COUNTS)
-            rank.record_wait_for_counts(name, counts, idle_from_ms)
+        name = self._name(message.place, message.chunk, OpKind.COUNTS) if self._record else ""
+        rank.stood_still(counts, idle_from_ms, name)
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 
@@ -314,7 +300,8 @@ class Engine:
         """Sends a rank's part of a message now, or when its counts have arrived."""
         message = self._messages.get(key)
         if message is None:
-            message = self._messages[key] = self._new_message(place, action)
+            is_forward = self._is_forward or bool(place & BESIDE)
+            message = self._messages[key] = new_message(self._links_of(action), place, action, is_forward)
         message.issued_ms[rank.column] = rank.time_ms
         rank.num_unknown += 1
         if rank.ledger is not None:
@@ -331,31 +318,6 @@ class Engine:
             counts.waiting.append((rank, message, launched_ms))
         else:
             self.call_at(max(counts.done_ms, launched_ms), _Ready(rank, message))
-
-    def _new_message(self, place: int, action: Action) -> Message:
-        num_ranks, is_forward = len(self._ranks), self._is_forward or bool(place & BESIDE)
-        alone_ms, queued_ms, num_bytes = (
-            (action.forward_ms, action.forward_queued_ms, action.forward_bytes)
-            if is_forward
-            else (action.backward_ms, action.backward_queued_ms, action.backward_bytes)
-        )
-        links = self._links_of(action)
-        links.num_messages += 1
-        return Message(
-            links,
-            links.num_messages - 1,
-            place,
-            is_forward,
-            action.kind,
-            action.chunk,
-            action.tile,
-            alone_ms,
-            queued_ms,
-            num_bytes,
-            [NEVER] * num_ranks,
-            [0.0] * num_ranks,
-            [0.0] * num_ranks,
-        )
 
     def _links_of(self, action: Action) -> Links:
         """The links of a message."""
@@ -427,16 +389,7 @@ class Engine:
             rank.filled.append(dw.name)
 
     def _received(self, rank: RankState, message: Message) -> None:
-        exposed_from_ms = rank.time_ms
-        rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
-        rank.exposed_ms += rank.time_ms - exposed_from_ms
-        if rank.time_ms > exposed_from_ms:
-            rank.slowed_until_ms = rank.time_ms  # nothing was computed meanwhile
-        if message.is_forward:
-            rank.exposed_forward_ms += rank.time_ms - exposed_from_ms
-        if self._record:
-            rank.record_wait(self._name_of(message), message, exposed_from_ms)
-        rank.wait_start_ms = -1.0
+        rank.receive(message, self._name_of(message) if self._record else "")
         if not message.is_forward:
             for dw in rank.queue.advance_window():
                 self._run_dw(rank, dw)

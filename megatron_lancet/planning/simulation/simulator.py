@@ -16,10 +16,7 @@ With pairing a step is the first forward, num_micro_batches - 1 pairs and the la
 pipeline stages, num_stages - 1 pairs more. Interleaved stages are not modelled in more detail: which passes of their
 warm-up and cool-down have a partner, and the smaller bubble, are left out.
 
-Memory is an upper bound: all activations of a stage's micro-batches in flight (min(num_micro_batches, S - s) on stage s
-of S, as in 1F1B), plus the peak of what deferred dWs keep alive. In a pair a backward frees the last layers while the
-forward fills the first ones, so pairing adds one layer and what is outside the layers, and the layers of one virtual
-stage where there are several stages.
+Memory is an upper bound: what a stage keeps (``kept_bytes.py``), plus the peak of what deferred dWs keep alive.
 """
 
 import statistics
@@ -32,6 +29,7 @@ from megatron_lancet.planning.profile import Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Engine, Paces
+from megatron_lancet.planning.simulation.kept_bytes import KeptBytes
 from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import BESIDE, Lowering, Step, backward
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
@@ -41,9 +39,8 @@ from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
-from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
+from megatron_lancet.schedule.plan import Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline
 
 
@@ -130,6 +127,7 @@ class Simulator:
         """
         self.costs = costs
         self.model = costs.model
+        self.kept = KeptBytes(costs)
         self.loads = Loads.measured(costs.profile) if shares is None else Loads.of(costs.model, shares)
         self.lowering = Lowering(costs, self.loads)
         link = costs.profile.link
@@ -261,7 +259,7 @@ class Simulator:
             ends = self._ends[plan.at_ends] = self._play_alone(plan.at_ends, False, (), (), is_paired=True)
         if self.model.num_micro_batches == 1:
             return ends
-        kept = self._kept_in_pairs(plan)
+        kept = self.kept.in_pairs(plan)
         is_alike = plan.segments == plan.at_ends.segments
         middle = [part.stage for part in ends] if is_alike else self.stages(plan)
         paces = [
@@ -339,7 +337,7 @@ class Simulator:
         if (plan.segments[-1].last_layer or num_layers) != num_layers:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
         forward[last] += self.lowering.beside(OpKind.HEAD)
-        kept = self._kept_bytes(plan.segments, plan.dispatch)
+        kept = self.kept.by_stage(plan.segments, plan.dispatch)
         stages = []
         for number, steps in forward.items():
             mirrored = tuple(backward(steps))
@@ -367,57 +365,6 @@ class Simulator:
                 + (f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else "")
                 + f"; the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
             )
-
-    def saved_bytes(self, segments: Sequence[Segment], dispatch: Dispatch) -> int:
-        """Bytes that the fullest pipeline stage keeps from forward to backward, without deferred dWs."""
-        return max(self._kept_bytes(segments, dispatch).values())
-
-    def _kept_bytes(self, segments: Sequence[Segment], dispatch: Dispatch) -> dict[int, int]:
-        """Bytes that each stage keeps of all its micro-batches in flight."""
-        model, saved = self.model, self.costs.saved_bytes
-        kept = {stage: self._kept_beside(stage) for stage in sorted(set(model.stage_of_layer))}
-        for segment in segments:
-            for number in range(segment.first_layer, (segment.last_layer or len(model.layer_kinds)) + 1):
-                kind, stage = model.layer_kinds[number - 1], model.stage_of_layer[number - 1]
-                kept[stage] += saved(kind, segment.chunk_dim, segment.num_chunks, dispatch)
-        return {stage: size * self._num_in_flight(stage) for stage, size in kept.items()}
-
-    def _kept_in_pairs(self, plan: Plan) -> dict[int, int]:
-        """Bytes that each stage keeps of all its micro-batches in flight, if backwards are paired with forwards."""
-        model, saved = self.model, self.costs.saved_bytes
-        middle, ends = (self._kept_bytes(one.segments, plan.dispatch) for one in (plan, plan.at_ends))
-        kept = {stage: max(middle[stage], ends[stage]) for stage in middle}
-        segments = (*plan.segments, *plan.at_ends.segments)
-        for stage in kept:
-            numbers = [number for number, its in enumerate(model.stage_of_layer, start=1) if its == stage]
-            sizes = [
-                max(
-                    saved(model.layer_kinds[number - 1], segment.chunk_dim, segment.num_chunks, plan.dispatch)
-                    for segment in segments
-                    if segment.has_layer(number)
-                )
-                for number in numbers
-            ]
-            kept[stage] += max(sizes) + self._kept_beside(stage)
-            if len(kept) > 1:  # the warm-up of interleaved stages has one forward more
-                num_virtual = sum(1 for number in numbers if number - 1 not in numbers)
-                kept[stage] += -(-sum(sizes) // num_virtual)
-        return kept
-
-    def _num_in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage keeps at a time."""
-        return min(self.model.num_micro_batches, max(self.model.stage_of_layer) + 1 - stage)
-
-    def room_for_layers(self, stage: int, room_bytes: int) -> int:
-        """Bytes that a stage's layers may keep of one micro-batch if a rank has ``room_bytes`` of free memory."""
-        return room_bytes // self._num_in_flight(stage) - self._kept_beside(stage)
-
-    def _kept_beside(self, stage: int) -> int:
-        """Bytes that a stage keeps of one micro-batch next to its layers; an upper bound on a stage in the middle."""
-        saved, stage_of = self.costs.saved_bytes, self.model.stage_of_layer
-        num_projections = sum(stage_of[number - 1] == stage for number in self.model.mtp_layers)
-        projection = saved(LayerKind.MTP, ChunkDim.BATCH, 1) if num_projections else 0
-        return saved(LayerKind.NONE, ChunkDim.BATCH, 1) + num_projections * projection
 
     def _prediction(self, played: Sequence[Played]) -> Prediction:
         model, rest_ms = self.model, self.costs.profile.rest_ms

@@ -35,9 +35,9 @@ from megatron_lancet.testkit.virtual_gpu.operators import (
     cost_of,
     is_product,
     kind_of,
-    only_result_in_place,
     results_in_place,
     tensors_in,
+    without_values,
 )
 from megatron_lancet.testkit.virtual_gpu.order import HOST, Order
 from megatron_lancet.testkit.virtual_gpu.queues import Queues
@@ -273,7 +273,7 @@ class VirtualGpu:
     ) -> tuple[Any, Callable[[], None]]:
         """The results of a kernel that has not run, and what runs it on the memory that it has now."""
         in_place = results_in_place(function, args, kwargs)
-        shapes = _without_values(function, args, kwargs)
+        shapes = without_values(function, args, kwargs)
         result = self._results(in_place, shapes, stream, is_host=False, with_content=False)
         own_args, own_kwargs = pytree.tree_map_only(torch.Tensor, self.memory.alias, (tuple(args), dict(kwargs)))
         targets = [self.memory.alias(tensor) for tensor in tensors_in(result)]
@@ -341,30 +341,6 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._gpu.run(func, args, kwargs or {})
-
-
-def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The shapes of an operator's results, on the meta device; a factory's own results."""
-
-    def on_meta(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
-    if not tensors_in([args, dict(kwargs)]):
-        return function(*args, **kwargs)
-    own = only_result_in_place(function, args, kwargs)
-    if own is not None:
-        return on_meta(own)
-    meta_args = pytree.tree_map(on_meta, tuple(args))
-    if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
-        factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])
-        return function(*factors, *meta_args[2:], **pytree.tree_map(on_meta, dict(kwargs))).to(meta_args[0].dtype)
-    result = function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
-    if base_name(function) == "native_layer_norm":
-        # The kernel that will run is the CPU's, whose statistics have the input's type and not CUDA's fp32.
-        return tuple(one.to(args[0].dtype) for one in result)
-    return result
 
 
 def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:

@@ -243,3 +243,27 @@ def _attention_flops(
 
 def _is_causal(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(value for argument, value in _bound(function, args, kwargs) if argument.name == "is_causal")
+
+
+def without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The shapes of an operator's results, on the meta device; a factory's own results."""
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    if not tensors_in([args, dict(kwargs)]):
+        return function(*args, **kwargs)
+    own = only_result_in_place(function, args, kwargs)
+    if own is not None:
+        return on_meta(own)
+    meta_args = pytree.tree_map(on_meta, tuple(args))
+    if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
+        factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])
+        return function(*factors, *meta_args[2:], **pytree.tree_map(on_meta, dict(kwargs))).to(meta_args[0].dtype)
+    result = function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
+    if base_name(function) == "native_layer_norm":
+        # The kernel that will run is the CPU's, whose statistics have the input's type and not CUDA's fp32.
+        return tuple(one.to(args[0].dtype) for one in result)
+    return result

@@ -20,7 +20,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import ReadBatch, Samples
+from megatron_lancet.feature_parts import ReadBatch, Samples
 
 _TENSOR_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")

@@ -13,7 +13,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.feature import Samples
+from megatron_lancet.feature_parts import Samples
 from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
 
 OWN_DISPATCHER = "alltoall"

@@ -13,7 +13,7 @@ from tests.features.row_bound import cases as row_bound
 from tests.features.tiles import cases as tiles
 from tests.gradient_deviations import TOLERANCE, precision_of
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
-from tests.parity.gradients.gradients_worker import all_results, further_results, rows
+from tests.parity.gradients.results_worker import all_results, further_results, rows
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FURTHER,

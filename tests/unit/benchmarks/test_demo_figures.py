@@ -23,6 +23,7 @@ from benchmarks.demo.picture import draw
 from benchmarks.demo.rank import core_attention
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step
 from benchmarks.demo.training import common_attention, turns, unmeasured_steps
+from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -299,3 +300,29 @@ def test_megatrons_groups_are_made_on_the_link(monkeypatch):
         parallel_state.initialize_model_parallel(2)
     assert seen == [(2, "shaped")]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "free"
+
+
+STAT = """cpu  999 0 999 999 0 0 0 9 0 0
+cpu0 {busy} 0 100 5000 3 4 50 {steal} 0 0
+cpu1 100 50 50 5000 3 4 50 0 0 0
+cpu2 9999 0 9999 0 0 0 0 9999 0 0
+"""
+
+
+def test_stat_is_read_for_the_ranks_cores_without_interrupts():
+    times = parse_stat(STAT.format(busy=200, steal=7), [0, 1])
+    assert times == CpuTimes(busy_s=5.0, steal_s=0.07)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "stolen_s", "disturbed"),
+    [(19.0, 0.0, False), (19.9, 0.0, False), (15.0, 0.0, True), (19.9, 0.1, False), (19.9, 0.5, True)],
+)
+def test_what_others_use_and_what_is_stolen_disturbs(own_s, stolen_s, disturbed):
+    seen = disturbance(CpuTimes(100, 1), CpuTimes(119.5, 1 + stolen_s), own_s, elapsed_s=10, num_cores=2)
+    assert seen.is_disturbed is disturbed
+    assert seen.others_share == pytest.approx(max(0, 19.5 - own_s) / 20)
+
+
+def test_a_disturbance_says_which():
+    assert str(Disturbance(0.02, 0.001)) == "2.0% of CPU time stolen by the hypervisor, 0.1% used by others"

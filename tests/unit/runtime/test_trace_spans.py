@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.runtime import trace as trace_module
-from megatron_lancet.runtime.trace import Busy, Entry, Trace, What, blocked_in, spans_of
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.trace_log import Busy, Entry, What, blocked_in, spans_of
 from megatron_lancet.schedule.timeline import Lane
 
 END, SKIP, CUT, RESUME, LEAVE, RETURN = What

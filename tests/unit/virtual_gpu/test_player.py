@@ -14,7 +14,8 @@ from megatron_lancet.testkit.virtual_gpu.log import (
     StreamWaits,
 )
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.testkit.virtual_gpu.playback.player import Interval, play
+from megatron_lancet.testkit.virtual_gpu.playback.intervals import Interval
+from megatron_lancet.testkit.virtual_gpu.playback.player import play
 
 COMPUTE, COMM = 0, 1
 DEVICE = DeviceModel(

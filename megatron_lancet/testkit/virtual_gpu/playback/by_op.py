@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_lancet.runtime.trace import Entry as TraceEntry
-from megatron_lancet.runtime.trace import What, spans_of
+from megatron_lancet.runtime.trace_log import Entry as TraceEntry
+from megatron_lancet.runtime.trace_log import What, spans_of
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, Kernel, Mark

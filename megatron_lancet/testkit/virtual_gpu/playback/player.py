@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from megatron_lancet.testkit.virtual_gpu.log import (
     CollectiveBegins,
@@ -32,18 +31,7 @@ from megatron_lancet.testkit.virtual_gpu.log import (
     StreamWaits,
 )
 from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
-
-
-class Interval(NamedTuple):
-    """A time in microseconds since the start of the log."""
-
-    start_us: float
-    end_us: float
-
-    @property
-    def us(self) -> float:
-        """Duration."""
-        return self.end_us - self.start_us
+from megatron_lancet.testkit.virtual_gpu.playback.intervals import Interval, IntervalsInOrder, overlap_us, union_of
 
 
 @dataclass(frozen=True)
@@ -174,9 +162,9 @@ class _Player:
         """Kernels of the last graph that are still to come: the host has launched them with it."""
         self._kernels: dict[int, Interval] = {}
         self._messages: list[PlayedMessage] = []
-        self._on_wire: defaultdict[int, _InOrder] = defaultdict(_InOrder)
+        self._on_wire: defaultdict[int, IntervalsInOrder] = defaultdict(IntervalsInOrder)
         """By stream: messages."""
-        self._products = _InOrder()
+        self._products = IntervalsInOrder()
         """Of the compute stream."""
         self._events_us: dict[int, float] = {}
         self._marks: list[tuple[Mark, float]] = []
@@ -213,11 +201,11 @@ class _Player:
                 self._marks_on_host_us.append(self._host_us)
 
     def result(self) -> Playback:
-        on_wire = _union(message.on_wire for message in self._messages if message.stream != self._compute)
-        for_messages_us = _overlap_us(self._blocked, on_wire)
+        on_wire = union_of(message.on_wire for message in self._messages if message.stream != self._compute)
+        for_messages_us = overlap_us(self._blocked, on_wire)
         still = [*self._blocked, *self._idle]
         for_counts_us = min(
-            _overlap_us(still, _union(self._host_waits)), sum(one.us for one in still) - for_messages_us
+            overlap_us(still, union_of(self._host_waits)), sum(one.us for one in still) - for_messages_us
         )
         return Playback(
             self._kernels,
@@ -328,24 +316,6 @@ class _Player:
         self._host_us = goes_on_us
 
 
-class _InOrder:
-    """Intervals of one stream, in order of time."""
-
-    def __init__(self) -> None:
-        self._all: list[Interval] = []
-        self._ends_us: list[float] = []
-
-    def add(self, one: Interval) -> None:
-        self._all.append(one)
-        self._ends_us.append(one.end_us)
-
-    def at(self, time_us: float) -> Interval | None:
-        """The interval that contains a time, or None."""
-        place = bisect_right(self._ends_us, time_us)
-        found = self._all[place] if place < len(self._all) else None
-        return found if found is not None and found.start_us <= time_us else None
-
-
 class _Met:
     """Messages of the pass before."""
 
@@ -362,7 +332,7 @@ class _Met:
             speed: while a message of another stream is on the wire.
         """
         if stream not in self._by_stream:
-            union = _union(one.on_wire for one in self._messages if one.stream != stream)
+            union = union_of(one.on_wire for one in self._messages if one.stream != stream)
             self._by_stream[stream] = union, [one.end_us for one in union]
         union, ends_us = self._by_stream[stream]
         at_us, left_us = start_us, alone_us
@@ -386,27 +356,3 @@ class _Met:
         ready, ends = self._by_group[group]
         num_before = bisect_left(ready, ready_us)
         return ends[num_before - 1] if num_before else 0.0
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals that do not overlap, by start."""
-    merged: list[Interval] = []
-    for one in sorted(intervals):
-        if merged and one.start_us <= merged[-1].end_us:
-            merged[-1] = Interval(merged[-1].start_us, max(merged[-1].end_us, one.end_us))
-        else:
-            merged.append(one)
-    return merged
-
-
-def _overlap_us(intervals: Sequence[Interval], union: Sequence[Interval]) -> float:
-    """Time that both have in common; neither has intervals that overlap each other."""
-    total_us, first = 0.0, 0
-    for one in sorted(intervals):
-        while first < len(union) and union[first].end_us <= one.start_us:
-            first += 1
-        for other in union[first:]:
-            if other.start_us >= one.end_us:
-                break
-            total_us += min(one.end_us, other.end_us) - max(one.start_us, other.start_us)
-    return total_us
