@@ -29,7 +29,7 @@ def auto() -> str:
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
                 _against_users(found),
-                f"{found.to_best.median:.3f} (`{found.best}`)",
+                f"{_to_best(found)} (`{found.best}`)",
                 f"{found.num_tuning_steps} steps",
                 chosen.plan,
                 "-" if found.prediction_error is None else f"{found.prediction_error:+.1%}",
@@ -37,7 +37,21 @@ def auto() -> str:
                 f"{found.max_loss_difference:.0e}",
             ]
         )
-    return f"{markdown(lines)}\n\n{_on_predictions()}" if len(lines) > 1 else NO_RESULT
+    return f"{markdown(lines)}\n\n{_on_best_plans()} {_on_predictions()}" if len(lines) > 1 else NO_RESULT
+
+
+def _to_best(found: CaseSummary) -> str:
+    error = "" if found.to_best_error is None else f" ± {found.to_best_error:.3f}"
+    return f"{found.to_best.median:.3f}{error}"
+
+
+def _on_best_plans() -> str:
+    ratios = [found.to_best.median for _, _, found in _found()]
+    return (
+        f"± is the standard error over the turns of a case. In the geometric mean of {len(ratios)} cases a step of "
+        f"`auto` takes {statistics.geometric_mean(ratios):.3f} of the fastest fixed plan's; the fastest of several "
+        "equal plans is the plan that chance has favoured."
+    )
 
 
 def _on_predictions() -> str:

@@ -1,5 +1,6 @@
 """From the samples of a case to steady steps, ratios, and the time to a step with tuning included."""
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ class CaseSummary:
         variants: by name.
         num_tuning_steps: of ``auto``.
         to_best: ``auto``'s steady step over the fastest fixed plan's, median of paired ratios.
+        to_best_error: standard error of that ratio, from its spread over turns: the machine's speed changes from one
+            turn to the next, so steps of a turn are not independent. None with one turn.
         time_to_step: see :func:`_time_to_step`.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
         prediction_errors: predicted over measured step, less one, of each plan in ``auto``'s race that has both.
@@ -53,6 +56,7 @@ class CaseSummary:
     num_tuning_steps: int
     best: str
     to_best: Spread
+    to_best_error: float | None
     time_to_step: float
     max_loss_difference: float
     prediction_errors: Mapping[str, float]
@@ -69,6 +73,12 @@ def _steps(record: Mapping[str, Any], field: int) -> list[float]:
 
 def _ratios(over: Mapping[str, Any], under: Mapping[str, Any]) -> Spread:
     return spread([a / b for a, b in zip(_steps(over, 0), _steps(under, 0), strict=True)])
+
+
+def _error_over_turns(over: Mapping[str, Any], under: Mapping[str, Any]) -> float | None:
+    turns = zip(over["samples"], under["samples"], strict=True)
+    logs = [math.log(sum(step[0] for step in a) / sum(step[0] for step in b)) for a, b in turns]
+    return statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
 
 
 def summarise(case: Mapping[str, Any]) -> CaseSummary:
@@ -97,6 +107,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         len(auto["tuning_ms"]),
         best,
         to_best,
+        _error_over_turns(auto, records[best]),
         _time_to_step(case, best, to_best.median),
         max(_difference(reference["losses"], record["losses"]) for record in records.values()),
         _prediction_errors(auto["lines"]),

@@ -1,5 +1,7 @@
 """From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
 
+import math
+
 import pytest
 
 from benchmarks.auto import quoted
@@ -37,6 +39,22 @@ def test_ratios_are_to_stock_and_the_best_fixed_plan():
     assert found.variants[SAME].waited_share == pytest.approx(0.45)
     assert (found.best, found.to_best.median) == ("pairs", pytest.approx(1.02))
     assert found.max_loss_difference == pytest.approx(0.001)
+
+
+def test_error_of_a_ratio_is_that_of_its_turns():
+    """Steps of a turn are alike; with each turn the machine's speed changes."""
+
+    def turns(*step_ms):
+        return [[[one, 0.0, 0.0, 1.0]] * 2 for one in step_ms]
+
+    slower = 600.0 * math.exp(0.2)
+    auto, best = (
+        record(600.0, tuning_ms=[900.0]) | {"samples": turns(*steps)} for steps in ([600.0, slower, 600.0], [600.0] * 3)
+    )
+    measured = MEASURED | {"variants": {SAME: best, AUTO: auto, "pairs": best}}
+    assert summarise(measured).to_best_error == pytest.approx(0.2 / math.sqrt(3) / math.sqrt(3))
+    one_turn = {name: one | {"samples": one["samples"][:1]} for name, one in measured["variants"].items()}
+    assert summarise(measured | {"variants": one_turn}).to_best_error is None
 
 
 def test_tuning_counts_in_the_time_to_a_step():
