@@ -79,7 +79,7 @@ class PairingFeature(Feature):
         return pairs_fixed_plan(args, config)[0]
 
     def in_fixed_plan(self, plan: Plan, args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, Sequence[str]]:
-        """Pairs the plan where the user asks for pairs, or for no chunks."""
+        """Pairs the plan if the user asks for pairs, or says nothing about chunks."""
         is_paired, why_not = pairs_fixed_plan(args, config)
         return paired(plan) if is_paired else plan, why_not
 
