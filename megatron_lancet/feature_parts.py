@@ -1,4 +1,4 @@
-"""What the core and its optional features tell each other: obstacles to a plan, other samples, small launches."""
+"""Types that the core and its optional features exchange: obstacles to a plan, other samples, small launches."""
 
 import argparse
 from collections.abc import Callable, Mapping

@@ -49,8 +49,8 @@ def _on_best_plans() -> str:
     ratios = [found.to_best.median for _, _, found in _found()]
     return (
         f"± is the standard error over the turns of a case. In the geometric mean of {len(ratios)} cases a step of "
-        f"`auto` takes {statistics.geometric_mean(ratios):.3f} of the fastest fixed plan's; the fastest of several "
-        "equal plans is the plan that chance has favoured."
+        f"`auto` takes {statistics.geometric_mean(ratios):.3f} of the fastest fixed plan's. Among equal plans chance "
+        "decides which one is the fastest."
     )
 
 

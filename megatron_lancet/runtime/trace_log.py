@@ -1,4 +1,4 @@
-"""The log of a traced step: what the thread that computes reports, and the spans that follow from it."""
+"""The log of a traced step: entries of the thread that computes, and the spans computed from them."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ class What(Enum):
 
 
 class Busy(NamedTuple):
-    """How long a thread has run or waited for a core, in seconds since some time of its own."""
+    """Seconds for which a thread has run or waited for a core; each thread counts from a start of its own."""
 
     thread: int
     seconds: float
@@ -73,17 +73,17 @@ class Blocked(NamedTuple):
 
 
 class BusyClock:
-    """Tells how long the calling thread has run or waited for a core, by Linux's figures of its scheduler.
+    """Measures how long the calling thread has run or waited for a core, with the statistics of Linux's scheduler.
 
-    What a thread was away for beyond that it slept: in a lock, a read from a disk, a ``sleep``. A rank whose core does
-    other work is not blocked by that, but waits for the core.
+    The rest of the time the thread slept: in a lock, a read from a disk, a ``sleep``. A rank whose core does other work
+    is not blocked; it waits for the core.
     """
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def now(self) -> Busy | None:
-        """The calling thread's; None on systems without such figures."""
+        """The calling thread's time; None on systems without these statistics."""
         try:
             figures: _Schedstat = self._of_thread.figures
         except AttributeError:
@@ -94,7 +94,7 @@ class BusyClock:
 
 
 class _Schedstat:
-    """The scheduler's figures of the thread that makes this; open as long as this lives."""
+    """The scheduler's statistics of the thread that creates the object, which keeps their file open."""
 
     def __init__(self) -> None:
         self._file = os.open(_SCHEDSTAT, os.O_RDONLY)

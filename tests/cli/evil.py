@@ -1,4 +1,4 @@
-"""Pickles whose loading runs code, which touches a file."""
+"""Pickles that run code when they are loaded; the code touches a file."""
 
 import io
 from pathlib import Path

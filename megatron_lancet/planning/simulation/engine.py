@@ -292,7 +292,7 @@ class Engine:
         if counts.done_ms <= idle_from_ms:
             return True
         name = self._name(message.place, message.chunk, OpKind.COUNTS) if self._record else ""
-        rank.stood_still(counts, idle_from_ms, name)
+        rank.end_wait_for_counts(counts, idle_from_ms, name)
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 

@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 
 
 class KeptBytes:
-    """Computes what pipeline stages keep under a plan."""
+    """Computes the bytes that pipeline stages keep under a plan."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs

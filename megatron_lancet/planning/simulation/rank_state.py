@@ -152,7 +152,7 @@ class RankState:
             self._record_wait(name, message, exposed_from_ms)
         self.wait_start_ms = -1.0
 
-    def stood_still(self, counts: CountsState, idle_from_ms: float, name: str) -> None:
+    def end_wait_for_counts(self, counts: CountsState, idle_from_ms: float, name: str) -> None:
         """Ends a wait of the host for token counts, in which the device had nothing to run.
 
         Args:

@@ -16,7 +16,7 @@ With pairing a step is the first forward, num_micro_batches - 1 pairs and the la
 pipeline stages, num_stages - 1 pairs more. Interleaved stages are not modelled in more detail: which passes of their
 warm-up and cool-down have a partner, and the smaller bubble, are left out.
 
-Memory is an upper bound: what a stage keeps (``kept_bytes.py``), plus the peak of what deferred dWs keep alive.
+Memory is an upper bound: the activations of a stage (``kept_bytes.py``) plus the peak memory of deferred dWs.
 """
 
 import statistics

@@ -1,9 +1,7 @@
 """Models on the virtual GPU whose attention and routing are replayed from CUDA graphs."""
 
-import os
 from collections import Counter
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,27 +12,13 @@ from megatron_lancet.features.cuda_graphs.stage import StageGraphs
 from megatron_lancet.model import transformer_layer
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
-from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.features.cuda_graphs.settings import deterministic
 from tests.virtual_gpu.case import Case, run
 from tests.virtual_gpu.cases import CASES, DDP_LATE, LATE_DW, ONE, PAIRED, SHARED, SMALL, TWO, paired_case
 
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
 CASE = Case([ONE], {**SMALL, **SHARED}, late=DDP_LATE, is_captured=True)
 PAIRS = paired_case([PAIRED], SMALL, late=DDP_LATE, is_captured=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_cpu():
-    with mock.patch.dict(os.environ), cpu_platform():
-        yield
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_replayed_steps_launch_less_and_run_the_same_kernels():

@@ -1,9 +1,7 @@
 """CUDA graphs on the virtual GPU: what a capture refuses, what a replay runs, and what is wrong without its rules."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
@@ -12,30 +10,16 @@ from megatron_lancet.features.cuda_graphs.block import Pool
 from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
 from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
-from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.features.cuda_graphs.settings import deterministic
 
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
 ROWS = torch.arange(8.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_on_cpu():
-    with mock.patch.dict(os.environ), cpu_platform():
-        yield
 
 
 @contextmanager
 def watched(*late: str):
     with virtual_gpu() as gpu, gpu.watch([stream for stream in gpu.streams if stream.name in late]):
         yield gpu
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

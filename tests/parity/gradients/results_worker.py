@@ -1,4 +1,4 @@
-"""What is compared with stock Megatron on two ranks, all in one start of the ranks."""
+"""All comparisons with stock Megatron that share one start of two ranks."""
 
 import copy
 from collections.abc import Callable

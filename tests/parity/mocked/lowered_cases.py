@@ -1,4 +1,4 @@
-"""Plans and models whose traced steps are compared with what the simulator lowers."""
+"""Plans and models whose traced steps are compared with the simulator's lowered steps."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What holds for every simulated schedule, on machines and plans that are drawn at random."""
+"""Properties of every simulated schedule, on random machines and plans."""
 
 import dataclasses
 from itertools import pairwise
