@@ -37,12 +37,14 @@ TESTS_OWN = ("case.py", "paired.py", "pipeline.py")
 def results(tmp_path_factory):
     """Both workers at once: one has Transformer Engine."""
 
-    def shown(te: bool) -> dict[str, Any]:
-        folder, device = tmp_path_factory.mktemp("cases"), launch.Te() if te else None
+    def shown(te: bool, folder: Path) -> dict[str, Any]:
+        device = launch.Te() if te else None
         return launch.results_of(all_shown, 1, folder, TIMEOUT_S, [te], device, joins=False)[0]
 
+    # The first call makes pytest's own folder anew, so threads must not race for it.
+    folders = [tmp_path_factory.mktemp("cases") for _ in range(2)]
     with ThreadPoolExecutor() as pool:
-        local, with_te = pool.map(shown, (False, True))
+        local, with_te = pool.map(shown, (False, True), folders)
     return local | with_te
 
 
