@@ -31,7 +31,7 @@ from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, parsed, rounded, timed_pairs, write_result
 from megatron_lancet.errors import run_command
 from megatron_lancet.patching import replaced
-from megatron_lancet.schedule.plan import OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import LocalTokens, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def plans() -> dict[str, Plan | None]:
         "two chunks of the experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
         "four chunks": fixed_plan(4),
         "two tiles": fixed_plan(1, tiles=2),
+        "two tiles with local tokens": fixed_plan(1, tiles=2, local_tokens=LocalTokens.TILED),
         "dedup, one chunk": fixed_plan(1, dispatch=DEDUP),
     }
 

@@ -12,6 +12,7 @@ _RANGES = {
 _LOCAL_TOKENS = {
     LocalTokens.HALF: "half of the local tokens during the dispatch",
     LocalTokens.AFTER: "local tokens during the combine",
+    LocalTokens.TILED: "local tokens in the tiles",
 }
 
 

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 
 class LocalTokens(StrEnum):
-    """When a rank's experts work on local tokens, if rows of other ranks come in tiles."""
+    """When a rank's experts work on local tokens, if rows go to other ranks in tiles."""
 
     HALF = "half"
     """One half while the dispatch is in flight, the other while the combine is."""
     AFTER = "after"
     """While the combine is in flight."""
+    TILED = "tiled"
+    """With the rows of other ranks: each tile has a part of them, so that the experts run once for each tile."""
 
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))

@@ -124,6 +124,7 @@ CASES: dict[str, Case] = {
     ),
     "tiles/k=1": Case(TILES[:1], late=EACH_LATE[:2]),
     "tiles/k=2": Case(TILES[1:], SHARED, late=COMM_LATE),
+    "tiles/tiled/k=1": Case([fixed_plan(1, tiles=2, local_tokens=LocalTokens.TILED)], late=COMM_LATE),
     "tiles/dedup/switches": Case(
         [ONE, dedup(TILES[0]), fixed_plan(1, DwPolicy.NONE, tiles=1)], selective("moe", "core_attn"), switchable=True
     ),

@@ -39,13 +39,15 @@ class TiledCosts(DispatchCosts):
         return Rows(*([(tile + 1) * rows // tiles - tile * rows // tiles for rows in its] for its in untiled))
 
     def op_rows(self, verb: Verb, chunk: Chunk) -> Sequence[float] | None:
-        """The experts work on local tokens, or on the tokens of other ranks in one tile."""
+        """The experts work on local tokens, or on the tokens of one tile."""
         if verb.kind not in _EXPERTS:
             return self._untiled.op_rows(verb, chunk)
         kept = self.counts.kept(chunk)
         if verb.kind is OpKind.OWN_EXPERTS:
             return [number / self._tiled.num_own_parts for number in kept]
         received = self.counts.received(chunk)
+        if not self._tiled.num_own_parts:
+            return [number / self._tiled.tiles for number in received]
         return [(number - stays) / self._tiled.tiles for number, stays in zip(received, kept, strict=True)]
 
     def op_ms(self, layer: LayerKind, kind: OpKind, phase: Phase, chunk: Chunk, rows: float) -> float:
@@ -58,7 +60,7 @@ class TiledCosts(DispatchCosts):
         """A weight has one gradient, over all rows. It is ready behind the backward's last part."""
         if verb.kind not in _EXPERTS:
             return self._untiled.weight_grads(layer, verb, chunk, rows)
-        first = OpKind.EXPERTS if self._tiled.local_tokens is LocalTokens.AFTER else OpKind.OWN_EXPERTS
+        first = OpKind.OWN_EXPERTS if self._tiled.local_tokens is LocalTokens.HALF else OpKind.EXPERTS
         if verb.kind is not first or verb.tile:
             return ((),) * len(rows)
         grads = self.costs.weight_grads

@@ -36,23 +36,27 @@ class Tiled(Dispatch):
 
     @property
     def num_own_parts(self) -> int:
-        """Parts in which the experts work on the rows that stay on the rank."""
-        return 2 if self.local_tokens is LocalTokens.HALF else 1
+        """Parts in which the experts work on the rows that stay on the rank; 0 if the rows are in the tiles."""
+        return {LocalTokens.HALF: 2, LocalTokens.AFTER: 1, LocalTokens.TILED: 0}[self.local_tokens]
 
     def order(self, layer: Layer) -> Layer:
         """All tiles leave at once and come back as they are done.
 
         The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
+        Or they run with the tiles.
         """
-        in_halves = self.local_tokens is LocalTokens.HALF
-        own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
-        own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
+        own_before: list[Verb] = []
+        own_after: list[Verb] = []
+        if self.local_tokens is LocalTokens.HALF:
+            own_before, own_after = [Compute(OpKind.OWN_EXPERTS, 0)], [Compute(OpKind.OWN_EXPERTS, 1)]
+        elif self.local_tokens is LocalTokens.AFTER:
+            own_after = [Compute(OpKind.OWN_EXPERTS)]
         done: list[Verb] = []
         for verb in self._untiled.order(layer):
             if verb == _TILED[0]:
                 done += own_before
                 done += [_with_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
-                done.append(own_after)
+                done += own_after
             elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
                 done += [_with_tile(verb, tile) for tile in range(self.tiles)]
             elif verb not in _TILED:

@@ -33,7 +33,7 @@ class Tiling:
 
     Attributes:
         num_tiles: T.
-        num_own: O.
+        num_own: O; 0 where the rows that stay are in the tiles, with the rows for other ranks.
     """
 
     num_tiles: int
@@ -60,7 +60,7 @@ class Tiling:
 
     def cuts(self, is_own: bool) -> int:
         """The number of parts in which the rows for a rank are."""
-        return self.num_own if is_own else self.num_tiles
+        return self.num_own if is_own and self.num_own else self.num_tiles
 
 
 def part_sizes(num_rows: int, number: int) -> list[int]:
@@ -110,8 +110,9 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         ]
 
     def sent_in(self, tile: int) -> tuple[int, ...]:
-        """Rows of a tile to each rank; none to this one."""
-        return tuple(0 if rank == self.own_rank else parts[tile] for rank, parts in enumerate(self.sent))
+        """Rows of a tile to each rank; none to this one if they are parts of their own."""
+        stays = self.own_rank if self.tiling.num_own else None
+        return tuple(0 if rank == stays else parts[tile] for rank, parts in enumerate(self.sent))
 
     def splits(self, tile: int) -> "RowSplits | TileSplits":
         """Rows of a tile to and from each rank."""
@@ -156,10 +157,13 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
 
     def _received_in(self, part: int) -> list[int]:
         """Waits for the counts; rows of the messages with a part, from each of the Q ranks."""
-        is_own = part < self.tiling.num_own
-        index, number = (part, self.tiling.num_own) if is_own else (part - self.tiling.num_own, self.tiling.num_tiles)
+        num_own = self.tiling.num_own
+        is_own = part < num_own
+        index, number = (part, num_own) if is_own else (part - num_own, self.tiling.num_tiles)
         return [
-            part_sizes(num_rows, number)[index] if (peer // self._tp_size == self.own_rank) is is_own else 0
+            part_sizes(num_rows, number)[index]
+            if not num_own or (peer // self._tp_size == self.own_rank) is is_own
+            else 0
             for peer, num_rows in enumerate(self._routes.received_row_counts())
         ]
 
@@ -185,6 +189,8 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
     """By the plain dispatcher: a row for each token and expert, so the parts of each expert's rows are known."""
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
+        if not self.tiling.num_own:
+            return cut_evenly(counts, self.tiling.num_tiles)
         is_own = self._is_own(len(counts))
         own = cut_evenly(counts * is_own, self.tiling.num_own)
         return torch.cat((own, cut_evenly(counts * ~is_own, self.tiling.num_tiles)))
@@ -204,6 +210,8 @@ class PartedDistinctRoutes(PartedRoutes[DistinctRoutes]):
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         in_parts = counts[:, 1:].view(len(counts), self.tiling.most_cuts + 1, -1)[:, :-1].transpose(0, 1)
+        if not self.tiling.num_own:
+            return in_parts
         is_own = self._is_own(len(counts))
         return torch.cat((in_parts[: self.tiling.num_own] * is_own, in_parts[: self.tiling.num_tiles] * ~is_own))
 
@@ -223,7 +231,7 @@ def count_parts(chosen_tPe: torch.Tensor, tiling: Tiling, own_rank: int) -> torc
     """
     goes_tP = chosen_tPe.any(dim=2)
     number_P = goes_tP.new_full(goes_tP.shape[1:], tiling.num_tiles, dtype=torch.int64)
-    number_P[own_rank] = tiling.num_own
+    number_P[own_rank] = tiling.cuts(is_own=True)
     num_rows_P, index_tP = goes_tP.sum(dim=0), goes_tP.cumsum(dim=0) - 1
     ends = [num_rows_P * number_P.clamp(max=end) // number_P for end in range(tiling.most_cuts + 1)]
     in_parts = [

@@ -19,6 +19,7 @@ _RANGES = {
 _LOCAL_TOKENS = {
     LocalTokens.HALF: "half of a rank's own before them and half behind",
     LocalTokens.AFTER: "a rank's own behind them",
+    LocalTokens.TILED: "a rank's own among them",
 }
 LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
 

@@ -125,7 +125,7 @@ class SearchSpace:
             for choice in dict.fromkeys(choices)
             for number in tiles
             for one in LocalTokens
-            if number and (choice.num_chunks == 1 or must_tile)
+            if number > (one is LocalTokens.TILED) and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
         pairing, allowed = limits.pairing, limits.dispatches

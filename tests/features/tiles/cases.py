@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, LocalTokens, Overl
 from tests.features.case import Case
 from tests.parity.gradients.variants import CAPACITY, FORCED, FULL, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
 
-HALF, AFTER = LocalTokens.HALF, LocalTokens.AFTER
+HALF, AFTER, TILED = LocalTokens
 
 
 def _tiled(tiles: int, local_tokens: LocalTokens, num_chunks: int = 1, **fields: Any) -> Plan:
@@ -34,10 +34,12 @@ CASES: dict[str, Case] = {
     "tiles-2-half/k=2": Case({}, _tiled(2, HALF, 2), disturbed=True),
     "tiles-1-after/k=2": Case({}, _tiled(1, AFTER, 2)),
     "tiles-4-after/k=2": Case({}, _tiled(4, AFTER, 2)),
+    "tiles-3-tiled/k=2": Case({}, _tiled(3, TILED, 2), disturbed=True),
     "tiles-2-half/k=3/sequence": Case({}, _tiled(2, HALF, 3, chunk_dim=ChunkDim.SEQUENCE)),
     "tiles-2-half/k=3/gate": Case({}, _tiled(2, HALF, 3, overlap_range=OverlapRange.GATE)),
     "shared-expert/tiles-2-half/k=1": Case(VARIANTS["shared-expert"], TWO),
     "idle-expert/tiles-4-half/k=1": Case(FORCED["idle-expert"], _tiled(4, HALF)),
+    "idle-expert/tiles-2-tiled/k=1": Case(FORCED["idle-expert"], _tiled(2, TILED)),
     "idle-rank/tiles-2-after/k=1": Case(FORCED["idle-rank"], _tiled(2, AFTER)),
     "all-to-one-expert/tiles-2-after/k=3": Case(FORCED["all-to-one-expert"], _tiled(2, AFTER, 3)),
     "capacity-probs/tiles-2-half/k=1": Case(CAPACITY, _WHOLE_EXPERTS),
@@ -61,6 +63,7 @@ CASES: dict[str, Case] = {
     "dw-none/tiles-2-half/k=1": Case({}, _tiled(2, HALF, dw_policy=DwPolicy.NONE)),
     "dw-memory/tiles-2-half/k=1": Case({}, _tiled(2, HALF, dw_memory_bytes=20_000)),
     "dedup/tiles-2-half/k=1": Case({}, _tiled(2, HALF, **_DEDUP)),
+    "dedup/tiles-2-tiled/k=1": Case({}, _tiled(2, TILED, **_DEDUP)),
     "dedup/tiles-4-after/k=2": Case({"num_moe_experts": 8}, _tiled(4, AFTER, 2, **_DEDUP), disturbed=True),
     "segments/mixed-tiles": Case({}, _MIXED),
 }
@@ -72,6 +75,7 @@ IN_LAYOUTS: dict[str, Case] = {
     ),
     "EP2xTP2/dropout/tiles-2-half/k=1": Case({"hidden_dropout": 0.1, "attention_dropout": 0.1}, TWO, layout="EP2xTP2"),
     "EP2xETP2/tiles-2-half/k=1": Case({}, TWO, layout="EP2xETP2"),
+    "EP2xETP2/tiles-2-tiled/k=1": Case({}, _tiled(2, TILED), layout="EP2xETP2"),
     "EP2xCP2/tiles-1-after/k=2": Case({}, _tiled(1, AFTER, 2), layout="EP2xCP2"),
 }
 SWITCHED: dict[str, Plan] = {

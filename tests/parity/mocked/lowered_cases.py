@@ -115,8 +115,16 @@ def two_hop_cases() -> Iterator[tuple[str, Case]]:
 
 
 def tile_cases() -> Iterator[tuple[str, Case]]:
-    half, after = LocalTokens
-    for num_chunks, tiles, local_tokens in ((1, 1, after), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
+    half, after, tiled = LocalTokens
+    for num_chunks, tiles, local_tokens in (
+        (1, 1, after),
+        (1, 2, half),
+        (1, 2, tiled),
+        (1, 4, after),
+        (2, 1, half),
+        (2, 3, after),
+        (2, 2, tiled),
+    ):
         plan = fixed_plan(num_chunks, tiles=tiles, local_tokens=local_tokens)
         yield f"tiles-{tiles}-{local_tokens}-k{num_chunks}", Case(plan, has_priority=True)
     plan = fixed_plan(1, tiles=2)

@@ -102,6 +102,7 @@ MOST_ROWS = 40
 TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-2-half": (FUSED, fixed_plan(1, tiles=2)),
     "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, local_tokens=LocalTokens.AFTER))),
+    "fused/tiles-2-tiled": (FUSED, fixed_plan(1, tiles=2, local_tokens=LocalTokens.TILED)),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
     "sequential-experts/tiles-2-after": (

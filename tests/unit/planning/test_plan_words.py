@@ -55,6 +55,10 @@ TWO_NONE = fixed_plan(2, NONE)
             fixed_plan(1, NONE, tiles=1, local_tokens=LocalTokens.AFTER),
             f"whole micro-batches, rows in one tile, local tokens during the combine, {AT_ONCE}",
         ),
+        (
+            fixed_plan(1, NONE, tiles=2, local_tokens=LocalTokens.TILED),
+            f"whole micro-batches, rows in two tiles, local tokens in the tiles, {AT_ONCE}",
+        ),
         (replace(TWO_NONE, dispatch=DEDUP), f"two chunks along the batch, one row per token and rank, {AT_ONCE}"),
         (replace(TWO_NONE, dispatch=TWO_HOP), f"two chunks along the batch, one row per token and node, {AT_ONCE}"),
         (replace(TWO_NONE, fused_attention=True), f"{TWO}, fused attention"),

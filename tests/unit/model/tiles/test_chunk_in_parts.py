@@ -30,7 +30,7 @@ from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import Comm, Inputs, group_of, inputs_of
 from tests.unit.model.dispatcher.test_deduplicated import ALL_DROPPED, ONE_RANK_SENDS, exchange, weighted, worlds
 
-TILINGS = st.builds(Tiling, st.integers(1, 4), st.integers(1, 2))
+TILINGS = st.builds(Tiling, st.integers(1, 4), st.integers(0, 2))
 ONE_TOKEN = [torch.tensor([[True, False, True, True]]), torch.tensor([[False, False, False, True]])]
 
 
@@ -95,13 +95,14 @@ def exchange_in_parts(
 
 
 def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
-    """Sends a tile of each rank as its splits say; local tokens are in none."""
+    """Sends a tile of each rank as its splits say; local tokens that are parts of their own are in none."""
     part = chunks[0].routes.tiling.part_of_tile(tile)
     splits = [chunk.routes.known_splits(tile) for chunk in chunks]
     splits = [one.reversed() if back else one for one in splits]
     sent = [[tensor.split(splits[rank].sent) for tensor in chunk.rows[part]] for rank, chunk in enumerate(chunks)]
     for rank, chunk in enumerate(chunks):
-        assert splits[rank].sent[rank] == splits[rank].received[rank] == 0
+        assert splits[rank].sent[rank] == splits[rank].received[rank]
+        assert splits[rank].sent[rank] == 0 or not chunk.routes.tiling.num_own
         assert splits[rank].received == tuple(one.sent[rank] for one in splits)
         chunk.rows[part] = tuple(torch.cat([source[rank] for source in of_all]) for of_all in zip(*sent, strict=True))
 
@@ -112,6 +113,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 @example(ALL_DROPPED, Tiling(2, 2), 0)
 @example(ONE_RANK_SENDS, Tiling(4, 1), 1)
 @example(ONE_TOKEN, Tiling(4, 2), 2)
+@example(ONE_TOKEN, Tiling(3, 0), 1)
 @examples(40)
 def test_parts_give_outputs_and_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
@@ -161,7 +163,16 @@ def test_parts_of_even_routes_need_no_counts(holders):
     assert parts.received_by_source.sum(dim=0).tolist() == [[3, 3]] * (2 * holders)
 
 
+def test_parts_of_even_routes_may_have_local_tokens_in_the_tiles():
+    routes = Routes.even(3, 2, 2, 1, torch.device("cpu"))
+    parts = PartedPlainRoutes(routes, Tiling(2, 0), 1, 1, 0, torch.zeros(1))
+    assert parts.sent == [[3, 3], [3, 3]]
+    assert parts.splits(0).sent == parts.splits(1).received == (3, 3)
+    assert [parts.routes(part).rows_per_expert.tolist() for part in range(2)] == [[6, 0], [0, 6]]
+
+
 def test_segments_have_a_tiling_where_they_have_tiles():
     assert Tiling.of(PLAIN) is None
     assert Tiling.of(PLAIN.in_tiles(2)) == Tiling(2, 2)
     assert Tiling.of(DEDUP.in_tiles(4, LocalTokens.AFTER)) == Tiling(4, 1)
+    assert Tiling.of(DEDUP.in_tiles(3, LocalTokens.TILED)) == Tiling(3, 0)

@@ -53,6 +53,7 @@ def test_tiles_asked_for_are_in_every_plan_and_in_chunks():
     assert {(segment.tiles, segment.local_tokens) for segment in segments} == {
         (2, LocalTokens.HALF),
         (2, LocalTokens.AFTER),
+        (2, LocalTokens.TILED),
     }
     assert {segment.num_chunks for segment in segments} == {1, 2}
     windows = {one.plan.dw_window for one in planned.alternatives if len(one.plan.segments) == 1}
@@ -83,8 +84,8 @@ def test_tiles_add_few_plans_to_a_large_search():
         make_plan(synthetic_profile(dataclasses.replace(machine, tiles=tiles)), limits) for tiles in (0, 2)
     )
     assert not tiled.is_exact
-    # Six ways with a dW option each and one with gaps, and a proposal for each guess.
-    assert tiled.num_simulated - without.num_simulated <= 6 * 2 + 6 + 3
+    # Eight ways with a dW option each and one with gaps, and a proposal for each guess.
+    assert tiled.num_simulated - without.num_simulated <= 8 * 2 + 8 + 3
     assert tiled.prediction.step_ms <= without.prediction.step_ms
     simulator = Simulator(CostModel(synthetic_profile(dataclasses.replace(machine, tiles=2))))
     for tiles in (1, 2, 4):

@@ -49,9 +49,9 @@ def sent_bytes(steps):
     return [(action.kind, action.tile, action.forward_bytes) for verb, _, action in steps if verb is Launch]
 
 
-@pytest.mark.parametrize(("local_tokens", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
+@pytest.mark.parametrize(("local_tokens", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4]), ("tiled", [4, 4])])
 def test_each_part_of_the_experts_costs_its_rows(local_tokens, parts):
-    """Of 512 rows in 8 ms a half stays on the rank, and the other half comes in two tiles."""
+    """Of 512 rows in 8 ms a half stays on the rank, and the other half comes in two tiles; or all are in the tiles."""
     steps = lowered(2, LocalTokens(local_tokens))
     assert parts_ms(steps) == parts
     # The one gradient of each weight, over all rows, is put by the part that runs last in the backward.

@@ -55,6 +55,7 @@ DISPATCHES = {
 }
 TILES = {
     "tiles-2-k1": Case(fixed(1, tiles=2)),
+    "tiles-2-k1-local-tokens-tiled": Case(fixed(1, tiles=2, local_tokens=LocalTokens.TILED)),
     "tiles-2-k1-local-tokens-after": Case(fixed(1, tiles=2, local_tokens=LocalTokens.AFTER), has_shared_experts=True),
     "tiles-2-k2-stack": Case(fixed(2, tiles=2)),
     "tiles-2-k2-sequence-gate": Case(fixed(2, GATE, SEQUENCE, tiles=2)),
