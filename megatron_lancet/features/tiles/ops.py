@@ -1,7 +1,8 @@
 """The ops of a Mixture-of-Experts layer on a chunk whose rows go to other ranks in tiles.
 
-Tiles are messages of their own, forward and backward; the rows that stay on the rank are in none. The tiles, and the
-rows that stay, go through the experts like small chunks, while others are on their way (Comet, section 3).
+Tiles are messages of their own, forward and backward. The rows that stay on the rank are in none, or each tile has a
+part of them. Tiles and the rows that stay go through the experts like small chunks, while others are on their way
+(Comet, section 3).
 """
 
 from collections.abc import Callable, Mapping

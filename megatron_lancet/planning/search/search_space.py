@@ -125,7 +125,8 @@ class SearchSpace:
             for choice in dict.fromkeys(choices)
             for number in tiles
             for one in LocalTokens
-            if number > (one is LocalTokens.TILED) and (choice.num_chunks == 1 or must_tile)
+            # One tile with the local rows is the message without tiles.
+            if number > (1 if one is LocalTokens.TILED else 0) and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
         pairing, allowed = limits.pairing, limits.dispatches
