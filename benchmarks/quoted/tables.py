@@ -72,8 +72,8 @@ def host_time() -> str:
     plans = ", ".join(f"{plan.replace(', ', ' in ')} {ratio:.2f} ({te[plan]:.2f})" for plan, ratio in local.items())
     return (
         f"CPU time of a step that is all launches, over stock's, with local layers (with Transformer Engine's): "
-        f"{plans}. Where the host limits a step, prefer one chunk, pairs, or chunks of the experts alone "
-        f"(`--lancet-range experts`; `python -m benchmarks.host_time`, "
+        f"{plans}. Where the host limits a step, prefer one chunk or pairs; chunks of the experts alone "
+        f"(`--lancet-range experts`) cost the host less than chunks of whole layers (`python -m benchmarks.host_time`, "
         f"{result('host-time')['date']})."
     )
 

@@ -41,7 +41,7 @@ def results(tmp_path_factory):
         device = launch.Te() if te else None
         return launch.results_of(all_shown, 1, folder, TIMEOUT_S, [te], device, joins=False)[0]
 
-    # The first call makes pytest's own folder anew, so threads must not race for it.
+    # The first call deletes and makes pytest's base folder, so it must not run in two threads at once.
     folders = [tmp_path_factory.mktemp("cases") for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         local, with_te = pool.map(shown, (False, True), folders)

@@ -49,7 +49,7 @@ class ChunkInParts:
             place = first_of_rank[own_rank] + part
             # Of what an expert keeps of its input, a view would keep all rows.
             self.rows[part] = tuple(pieces[place].clone() for pieces in cut)
-        others = [first for rank, first in enumerate(first_of_rank) if not tiling.num_own or rank != own_rank]
+        others = [first for rank, first in enumerate(first_of_rank) if rank != own_rank]
         for tile in range(tiling.num_tiles):
             self.rows[tiling.part_of_tile(tile)] = tuple(
                 _joined([pieces[first + tile] for first in others], tensor)
@@ -66,7 +66,7 @@ class ChunkInParts:
             tiles.append(output.split(self.routes.sent_in(tile)))
         pieces: list[torch.Tensor] = []
         for rank in range(len(self.routes.sent)):
-            pieces += own if tiling.num_own and rank == own_rank else [tile[rank] for tile in tiles]
+            pieces += own if rank == own_rank else [tile[rank] for tile in tiles]
         return torch.cat(pieces)
 
     def launch(self, tile: int, message: AllToAll) -> None:

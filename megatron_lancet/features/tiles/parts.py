@@ -60,7 +60,7 @@ class Tiling:
 
     def cuts(self, is_own: bool) -> int:
         """The number of parts in which the rows for a rank are."""
-        return self.num_own if is_own and self.num_own else self.num_tiles
+        return self.num_own if is_own else self.num_tiles
 
 
 def part_sizes(num_rows: int, number: int) -> list[int]:
@@ -76,7 +76,7 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
 
     Attributes:
         tiling: the parts.
-        own_rank: this rank's place among the P.
+        own_rank: this rank's place among the P; -1, which no rank has, where the rows that stay are in the tiles.
     """
 
     def __init__(
@@ -90,12 +90,13 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
     ) -> None:
         """
         Args:
+            own_rank: this rank's place among the P.
             tp_size: V.
             tp_rank: this rank's place among the V.
             like: a tensor on the device of the rows.
         """
         self.tiling = tiling
-        self.own_rank = own_rank
+        self.own_rank = own_rank if tiling.num_own else -1
         self._routes = routes
         self._tp_size, self._tp_rank = tp_size, tp_rank
         self._like = like.new_empty(0)
@@ -110,9 +111,8 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         ]
 
     def sent_in(self, tile: int) -> tuple[int, ...]:
-        """Rows of a tile to each rank; none to this one if they are parts of their own."""
-        stays = self.own_rank if self.tiling.num_own else None
-        return tuple(0 if rank == stays else parts[tile] for rank, parts in enumerate(self.sent))
+        """Rows of a tile to each rank; none to :attr:`own_rank`."""
+        return tuple(0 if rank == self.own_rank else parts[tile] for rank, parts in enumerate(self.sent))
 
     def splits(self, tile: int) -> "RowSplits | TileSplits":
         """Rows of a tile to and from each rank."""
@@ -157,13 +157,10 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
 
     def _received_in(self, part: int) -> list[int]:
         """Waits for the counts; rows of the messages with a part, from each of the Q ranks."""
-        num_own = self.tiling.num_own
-        is_own = part < num_own
-        index, number = (part, num_own) if is_own else (part - num_own, self.tiling.num_tiles)
+        is_own = part < self.tiling.num_own
+        index, number = (part, self.tiling.num_own) if is_own else (part - self.tiling.num_own, self.tiling.num_tiles)
         return [
-            part_sizes(num_rows, number)[index]
-            if not num_own or (peer // self._tp_size == self.own_rank) is is_own
-            else 0
+            part_sizes(num_rows, number)[index] if (peer // self._tp_size == self.own_rank) is is_own else 0
             for peer, num_rows in enumerate(self._routes.received_row_counts())
         ]
 
@@ -210,8 +207,6 @@ class PartedDistinctRoutes(PartedRoutes[DistinctRoutes]):
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         in_parts = counts[:, 1:].view(len(counts), self.tiling.most_cuts + 1, -1)[:, :-1].transpose(0, 1)
-        if not self.tiling.num_own:
-            return in_parts
         is_own = self._is_own(len(counts))
         return torch.cat((in_parts[: self.tiling.num_own] * is_own, in_parts[: self.tiling.num_tiles] * ~is_own))
 
@@ -231,7 +226,8 @@ def count_parts(chosen_tPe: torch.Tensor, tiling: Tiling, own_rank: int) -> torc
     """
     goes_tP = chosen_tPe.any(dim=2)
     number_P = goes_tP.new_full(goes_tP.shape[1:], tiling.num_tiles, dtype=torch.int64)
-    number_P[own_rank] = tiling.cuts(is_own=True)
+    if tiling.num_own:
+        number_P[own_rank] = tiling.num_own
     num_rows_P, index_tP = goes_tP.sum(dim=0), goes_tP.cumsum(dim=0) - 1
     ends = [num_rows_P * number_P.clamp(max=end) // number_P for end in range(tiling.most_cuts + 1)]
     in_parts = [
