@@ -156,28 +156,30 @@ class Case:
         return [*self.flags, *variant.flags, *same_kernel]
 
 
+_NEARLY_HALF = 0.475
+"""The middle of 45 to 50 %; while the variants run, stock's share is a few percent off what was set."""
 CASES = {
     case.name: case
     for case in (
-        Case("45-m4", 0.45, 4),
-        Case("45-m1", 0.45, 1, kept=True),
-        Case("45-m8", 0.45, 8),
+        Case("45-m4", _NEARLY_HALF, 4),
+        Case("45-m1", _NEARLY_HALF, 1, kept=True),
+        Case("45-m8", _NEARLY_HALF, 8),
         Case("20-m4", 0.20, 4),
         Case("10-m1", 0.10, 1),
         Case("65-m4", 0.65, 4),
-        Case("45-m4-top1", 0.45, 4, topk=1, flags=("--moe-router-pre-softmax",)),  # Megatron requires it
-        Case("45-m4-top4of8", 0.45, 4, topk=4, experts=8),
-        Case("45-m4-skewed", 0.45, 4, flags=_SKEWED),
-        Case("45-m4-te", 0.45, 4, te=True, kept=True),
-        Case("45-m2-te", 0.45, 2, te=True),
-        Case("45-m8-te", 0.45, 8, te=True),
+        Case("45-m4-top1", _NEARLY_HALF, 4, topk=1, flags=("--moe-router-pre-softmax",)),  # Megatron requires it
+        Case("45-m4-top4of8", _NEARLY_HALF, 4, topk=4, experts=8),
+        Case("45-m4-skewed", _NEARLY_HALF, 4, flags=_SKEWED),
+        Case("45-m4-te", _NEARLY_HALF, 4, te=True, kept=True),
+        Case("45-m2-te", _NEARLY_HALF, 2, te=True),
+        Case("45-m8-te", _NEARLY_HALF, 8, te=True),
         Case("20-m4-te", 0.20, 4, te=True),
-        Case("45-m4-documents", 0.45, 4, flags=(_DOCUMENTS,)),
-        Case("45-m4-tp2", 0.45, 4, experts=8, flags=_TP, ranks_per_node=2),
+        Case("45-m4-documents", _NEARLY_HALF, 4, flags=(_DOCUMENTS,)),
+        Case("45-m4-tp2", _NEARLY_HALF, 4, experts=8, flags=_TP, ranks_per_node=2),
         Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=(USERS, "k1", "k1-gaps", "k1-dedup")),
         Case(
             "45-m2-reductions",
-            0.45,
+            _NEARLY_HALF,
             2,
             flags=_REDUCED_LAYER_BY_LAYER,
             only=(USERS, "pairs", "pairs-gaps", "pairs-dedup"),

@@ -27,7 +27,7 @@ TURN_STEPS = 3
 """Steps of a variant before the next one has its turn; the first of them is not measured."""
 _RATE_TURNS, _RATE_STEPS = 5, 5
 """Turns in which the link gets its rate, and the reference's steps in each; the first of them is not measured."""
-MAX_TUNING_STEPS = 240
+MAX_TUNING_STEPS = 360
 SEGMENT_STEPS = 15
 """Steps of a tuning between two turns of the fixed plans."""
 _LEFT_BYTES = 5e9

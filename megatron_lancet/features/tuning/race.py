@@ -34,7 +34,9 @@ _SAME_STEP = 1.2
 """Such a plan stays if the steps without overlap in the profile and in that turn differ by more than this factor: one
 of them was disturbed, and the reported gain is a ratio to the latter."""
 MAX_TURNS = 6
-"""Plans that are as close as this after six turns may run either way."""
+"""After these turns only plans that count as equal to the fastest stay."""
+MAX_TIED_TURNS = 12
+"""Equal plans go on until here if the noise may hide a difference. Their turns cost almost nothing: they are alike."""
 _EQUAL_PART_OF_NOISE = 0.5
 """Plans that are closer to the fastest than this part of the noise, about one standard error, count as equal."""
 
@@ -199,9 +201,12 @@ class Race:
             turns = f"{num_turns} turn{'s' if num_turns > 1 else ''}"
             self._lines.append(f"out after {turns}: {out}; {leader.candidate} takes {best.step_ms:.1f} ms")
         if num_turns >= MAX_TURNS:
-            close = [entry for entry, own in stats if _are_equal(best, own)]
-            kept = min(close, key=lambda entry: (*_simplicity(entry.candidate.plan), entry.stats.step_ms))
-            self._leave([entry for entry in self._queue if entry is not kept])
+            close = [(entry, own) for entry, own in stats if _are_equal(best, own)]
+            may_differ = any(_equal_within_noise_ms(best, own) > MIN_NOISE_SHARE * best.step_ms for _, own in close)
+            kept = [entry for entry, _ in close]
+            if num_turns >= MAX_TIED_TURNS or not may_differ:
+                kept = [min(kept, key=lambda entry: (*_simplicity(entry.candidate.plan), entry.stats.step_ms))]
+            self._leave([entry for entry in self._queue if entry not in kept])
         if len(self._queue) == 1:
             self._add_kernel()
 
@@ -249,9 +254,12 @@ class Race:
         )
 
 
+def _equal_within_noise_ms(best: StepStats, own: StepStats) -> float:
+    return _EQUAL_PART_OF_NOISE * step_noise_ms(best, own)
+
+
 def _are_equal(best: StepStats, own: StepStats) -> bool:
-    allowed_ms = max(MIN_NOISE_SHARE * best.step_ms, _EQUAL_PART_OF_NOISE * step_noise_ms(best, own))
-    return own.step_ms <= best.step_ms + allowed_ms
+    return own.step_ms <= best.step_ms + max(MIN_NOISE_SHARE * best.step_ms, _equal_within_noise_ms(best, own))
 
 
 def has_kernel(plan: Plan) -> bool:
