@@ -1,5 +1,5 @@
-# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-bridge | test-megatron | test-gpu | check-gpu | lint |
-# wheel: each sets up everything it needs in .venv first, once; later calls start at once and work offline.
+# make demo [DEMO=long] | test | test-quick | test-nightly | test-benchmarks | test-torch | test-bridge | test-megatron | test-gpu |
+# check-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and work offline.
 # PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 # With it, each of a hundred processes that tests start would compile the package anew.
@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-# Without PYTEST_ARGS: all but the nightly tests, in two processes, each test file in one of them.
-PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m "not nightly"
+# Without PYTEST_ARGS: all but the nightly tests and the benchmarks', in two processes, each test file in one of them.
+BENCHMARKS := tests/cli/benchmarks
+PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m "not nightly" --ignore $(BENCHMARKS)
 
 # All unit tests but slow and thorough ones; and against stock Megatron: gradients with one chunk and more in a mocked world and on two
 # gloo ranks, losses of the real training loop.
@@ -37,7 +38,7 @@ TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/u
 	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
-.PHONY: demo test test-quick test-nightly test-torch test-bridge test-megatron test-gpu check-gpu lint wheel bench-network bench-auto bench-bridge bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-benchmarks test-torch test-bridge test-megatron test-gpu check-gpu lint wheel bench-network bench-auto bench-bridge bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -47,6 +48,7 @@ help:
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most two minutes on two idle cores"
 	@echo "make test-nightly   benchmarks from end to end and long runs, which make test leaves out; and tests that draw their"
 	@echo "                    inputs, with new draws and ten times as many: it prints the SEED, SEED=number repeats a run"
+	@echo "make test-benchmarks   the demo and the benchmarks, each a few steps long"
 	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-bridge     training in Megatron-Bridge's own loop, and Hugging Face weights; Bridge has a folder of its own"
@@ -83,6 +85,9 @@ test-quick: $(STAMP)
 test-nightly: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "hypothesis or nightly" --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \
 		--timeout 3600 --junitxml $(NIGHTLY)/results.xml --durations 20 $(PYTEST_ARGS)
+
+test-benchmarks: $(STAMP)
+	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n 2 --dist loadfile --no-loadscope-reorder -m "not nightly" $(BENCHMARKS))
 
 test-torch: $(addprefix test-torch-,$(or $(VERSION),$(TORCH_OLDEST) $(TORCH_NEWEST)))
 
