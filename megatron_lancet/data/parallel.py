@@ -1,15 +1,16 @@
 """A parallel ``map`` that keeps the order, bounds its memory and notices dead workers."""
 
 import multiprocessing
-import multiprocessing.connection
-import os
+import queue
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 from megatron_lancet.errors import UsageError
 
@@ -50,33 +51,84 @@ def ordered_map[Item, Result](
         return
     # Plain fork would copy a process that may hold locks of torch's threads; spawn would import slowly in each worker.
     context = multiprocessing.get_context("forkserver")
-    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
+    workers = [_Worker(context) for _ in range(num_workers)]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def call(item: Item) -> Any:
+        worker = idle.get()
+        try:
+            return worker.call(function, item)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(num_workers)
     pending: deque[Future[Result]] = deque()
     try:
         for item in items:
-            pending.append(executor.submit(function, item))
+            pending.append(threads.submit(call, item))
             if len(pending) == num_workers * _MAX_PENDING_PER_WORKER:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UsageError(
-            "a worker process was killed, most likely for lack of memory; no output was written, run again"
-            " with fewer workers"
-        ) from error
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.terminate()  # its thread then finds the end of the pipe
+        threads.shutdown()
 
 
-def _prepare_worker() -> None:
-    """Leaves Ctrl-C to the parent, which cleans up, and makes the worker end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is always started by another process"
+class _Worker:
+    """A process that works for one thread at a time.
 
-    def exit_with_parent() -> None:
-        # A worker whose parent was killed would wait for work forever.
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+    Its pipe has no other holder, so the thread finds the pipe's end if the worker is killed, also in the middle of a
+    result. The workers of a ``ProcessPoolExecutor`` share one pipe: there a part of a result blocks the reader forever.
+    """
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    def __init__(self, context: ForkServerContext) -> None:
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[[Any], Any], item: Any) -> Any:
+        """Returns or raises what ``function`` does for ``item``.
+
+        Raises:
+            UsageError: the worker was killed.
+        """
+        try:
+            self._pipe.send((function, item))
+            has_failed, result = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise UsageError(
+                "a worker process was killed, most likely for lack of memory; no output was written, run again"
+                " with fewer workers"
+            ) from error
+        if has_failed:
+            raise result
+        return result
+
+    def terminate(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(pipe: "Connection[Any, Any]") -> None:
+    """Answers calls until the other end of the pipe is closed, by its owner or with its owner's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which cleans up
+    while True:
+        try:
+            function, item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ForkingPickler.dumps((False, function(item)))
+        except Exception as error:  # noqa: BLE001 - it is raised again where the result is awaited
+            answer = ForkingPickler.dumps((True, error))
+        try:
+            pipe.send_bytes(answer)
+        except BrokenPipeError:
+            return

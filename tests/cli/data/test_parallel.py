@@ -3,7 +3,9 @@
 import multiprocessing
 import operator
 import os
+import pickle
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +39,33 @@ def test_parallel_reports_a_killed_worker_and_ends_all_workers() -> None:
     with pytest.raises(UsageError, match="a worker process was killed"):
         list(ordered_map(signal.raise_signal, [signal.SIGKILL], NUM_WORKERS))
     assert multiprocessing.active_children() == []
+
+
+class Dies:
+    """Its process is killed shortly after it was pickled."""
+
+    def __reduce__(self) -> tuple[type["Dies"], tuple[()]]:
+        threading.Timer(0.02, signal.raise_signal, [signal.SIGKILL]).start()
+        return Dies, ()
+
+
+def long_result_of_a_killed_worker(number: int) -> object:
+    return (bytes(256 << 20), Dies()) if number == 1 else number  # a pipe takes longer than Dies waits
+
+
+def test_parallel_worker_killed_within_a_result_blocks_nobody() -> None:
+    with pytest.raises(UsageError, match="a worker process was killed"):
+        list(ordered_map(long_result_of_a_killed_worker, range(6), NUM_WORKERS))
+    assert multiprocessing.active_children() == []
+
+
+def test_parallel_result_that_cannot_be_pickled_raises() -> None:
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match="pickle"):
+        list(ordered_map(make_lock, range(3), NUM_WORKERS))
+
+
+def make_lock(_: int) -> object:
+    return threading.Lock()
 
 
 def test_parallel_closed_early_stops_reading_and_ends_workers() -> None:
