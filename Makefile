@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-# Without PYTEST_ARGS: all but the nightly tests and the benchmarks', in two processes, each test file in one of them.
+# Without PYTEST_ARGS: all tests but nightly ones and tests of benchmarks, in two processes, each test file in one of them.
 BENCHMARKS := tests/cli/benchmarks
 PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m "not nightly" --ignore $(BENCHMARKS)
 

@@ -157,7 +157,7 @@ class Case:
 
 
 _NEARLY_HALF = 0.475
-"""The middle of 45 to 50 %; while the variants run, stock's share is a few percent off what was set."""
+"""The middle of 45 to 50 %: in measured turns stock's share differs from this by a few percent of a step."""
 CASES = {
     case.name: case
     for case in (

@@ -75,15 +75,17 @@ def ordered_map[Item, Result](
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.terminate()  # its thread then finds the end of the pipe
+            worker.terminate()
         threads.shutdown()
+        for worker in workers:
+            worker.close()
 
 
 class _Worker:
     """A process that works for one thread at a time.
 
-    Its pipe has no other holder, so the thread finds the pipe's end if the worker is killed, also in the middle of a
-    result. The workers of a ``ProcessPoolExecutor`` share one pipe: there a part of a result blocks the reader forever.
+    No other process holds the worker's end of its pipe. If the worker is killed, even in the middle of a result,
+    reading fails. The workers of a ``ProcessPoolExecutor`` share one pipe, where half a result blocks the reader forever.
     """
 
     def __init__(self, context: ForkServerContext) -> None:
@@ -111,18 +113,22 @@ class _Worker:
         return result
 
     def terminate(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process at once; a call that waits for its result fails."""
         self._process.terminate()
         self._process.join()
 
+    def close(self) -> None:
+        """Closes the pipe, once no call uses it."""
+        self._pipe.close()
+
 
 def _serve(pipe: "Connection[Any, Any]") -> None:
-    """Answers calls until the other end of the pipe is closed, by its owner or with its owner's process."""
+    """Answers calls until the parent closes its end of the pipe, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which cleans up
     while True:
         try:
             function, item = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             answer = ForkingPickler.dumps((False, function(item)))
@@ -130,5 +136,5 @@ def _serve(pipe: "Connection[Any, Any]") -> None:
             answer = ForkingPickler.dumps((True, error))
         try:
             pipe.send_bytes(answer)
-        except BrokenPipeError:
+        except ConnectionError:
             return

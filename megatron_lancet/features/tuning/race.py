@@ -36,7 +36,7 @@ of them was disturbed, and the reported gain is a ratio to the latter."""
 MAX_TURNS = 6
 """After these turns only plans that count as equal to the fastest stay."""
 MAX_TIED_TURNS = 12
-"""Equal plans go on until here if the noise may hide a difference. Their turns cost almost nothing: they are alike."""
+"""Equal plans take up to this many turns if the noise may hide a difference. Equal plans lose no time by it."""
 _EQUAL_PART_OF_NOISE = 0.5
 """Plans that are closer to the fastest than this part of the noise, about one standard error, count as equal."""
 

@@ -42,7 +42,7 @@ def test_parallel_reports_a_killed_worker_and_ends_all_workers() -> None:
 
 
 class Dies:
-    """Its process is killed shortly after it was pickled."""
+    """The process that pickles an instance is killed shortly afterwards."""
 
     def __reduce__(self) -> tuple[type["Dies"], tuple[()]]:
         threading.Timer(0.02, signal.raise_signal, [signal.SIGKILL]).start()
@@ -50,10 +50,11 @@ class Dies:
 
 
 def long_result_of_a_killed_worker(number: int) -> object:
-    return (bytes(256 << 20), Dies()) if number == 1 else number  # a pipe takes longer than Dies waits
+    # 256 MiB take a pipe longer than the process has left.
+    return (bytes(256 << 20), Dies()) if number == 1 else number
 
 
-def test_parallel_worker_killed_within_a_result_blocks_nobody() -> None:
+def test_parallel_worker_killed_within_a_result_is_reported() -> None:
     with pytest.raises(UsageError, match="a worker process was killed"):
         list(ordered_map(long_result_of_a_killed_worker, range(6), NUM_WORKERS))
     assert multiprocessing.active_children() == []
