@@ -85,7 +85,7 @@ class _Worker:
     """A process that works for one thread at a time.
 
     No other process holds the worker's end of its pipe. If the worker is killed, even in the middle of a result,
-    reading fails. The workers of a ``ProcessPoolExecutor`` share one pipe, where half a result blocks the reader forever.
+    reading fails. The workers of a ``ProcessPoolExecutor`` share one pipe: half a result there blocks the reader.
     """
 
     def __init__(self, context: ForkServerContext) -> None:
