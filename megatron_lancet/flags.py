@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import Named
+from megatron_lancet.files.records import Named
 
 _METADATA_KEY = "flag"
 

@@ -26,9 +26,9 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.inference.command import run_tool
 
 _TIMEOUT = timedelta(minutes=10)

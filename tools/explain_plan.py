@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_lancet.cli.planning import load_plan, load_profile
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.plan_text.explanation_text import (
     dispatch_line,
     each_layer,

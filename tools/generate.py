@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.inference.command import run_tool
 from megatron_lancet.inference.sampling import Sampling
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.plan_text.explanation_text import short_text
 from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,

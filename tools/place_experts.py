@@ -13,10 +13,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.cli.planning import check_outputs, load_expert_load
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.lab.plan_text import placement_table
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.planning.load.placement import placement_to_json, solve

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_outputs
 from megatron_lancet.cli.arguments import positive_float, require_output_folder
 from megatron_lancet.data.functions import UnparsableError, classes, functions, pairs
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files.atomic import atomic_outputs
 
 BYTES_PER_MEGABYTE = 1_000_000
 DEFAULT_EXTENSIONS = (".py", ".pyi", ".txt", ".md", ".rst")

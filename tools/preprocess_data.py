@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from megatron_lancet.atomic import atomic_outputs
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
 from megatron_lancet.data.jsonl import iter_line_batches, open_input
 from megatron_lancet.data.lengths import as_json
 from megatron_lancet.data.parallel import ordered_map, start_fork_server
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files.atomic import atomic_outputs
 
 if TYPE_CHECKING:
     from megatron_lancet.data.encode import EncodedBatch, EncodedDocuments, EncodeJob

@@ -11,11 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_float
 from megatron_lancet.cli.planning import check_outputs
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import Profile
 

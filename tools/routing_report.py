@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.plan_text.routing_table import routing_table
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load
 from megatron_lancet.planning.load.routing_report import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.views.html import TIMELINE_PAGE, write_page
 from megatron_lancet.lab.views.rank_traces import write_rank_traces
 from megatron_lancet.lab.views.trace_file import read_trace

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.cli.planning import (
     add_limit_arguments,
@@ -32,7 +31,9 @@ from megatron_lancet.cli.planning import (
     load_profile,
 )
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import RecordError
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views import text
 from megatron_lancet.lab.what_if import packings_table
 from megatron_lancet.lab.what_if import table as what_if_table

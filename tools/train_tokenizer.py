@@ -16,10 +16,10 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
 from megatron_lancet.data.jsonl import iter_texts, open_input
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files.atomic import atomic_write
 
 BYTES_PER_MEGABYTE = 1_000_000
 

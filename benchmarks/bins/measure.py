@@ -19,7 +19,7 @@ from benchmarks.harness.rate import RateSearch
 from benchmarks.training_step.links import CPU, Link
 from benchmarks.training_step.model import build, wrap
 from benchmarks.training_step.routing import set_expert_shares
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.what_if.document_times import ColumnTimes, as_one_sample, measured_pair_shares, profiled
 from megatron_lancet.lab.what_if.packings import Drawn, Packing, Ranks, Setting, predict_packings
 from megatron_lancet.model.gpt import overlap, set_plan

@@ -14,7 +14,7 @@ from benchmarks.harness.cases import Case, Variant
 from benchmarks.training_step.links import CPU
 from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.causes.replay import Cause
 from megatron_lancet.lab.causes.step import causes_of_group, link_kind, traced_rank
 from megatron_lancet.lab.causes.traced import TracedRank

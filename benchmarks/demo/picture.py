@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.demo.claim import headline
-from megatron_lancet.atomic import atomic_outputs
+from megatron_lancet.files.atomic import atomic_outputs
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 

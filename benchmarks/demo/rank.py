@@ -83,7 +83,7 @@ class Observer:
 
     def observe(self, step: Callable[[], Any], stages: Sequence[Any]) -> Any:
         """Runs a training step when the parent has asked for it, and returns when it has asked for what is next."""
-        from megatron_lancet.files import to_plain
+        from megatron_lancet.files.records import to_plain
 
         number = self._run.recorder.iteration
         if not self._is_ready:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.samples import Spread, spread
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.schedule.timeline import RankTimeline
 
 STOCK, OURS = "stock", "ours"

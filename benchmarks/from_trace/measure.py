@@ -21,7 +21,7 @@ from benchmarks.prediction.measure import PredictionBench
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.from_trace.profile import profile_from_traces
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.samples import by_rank, slower, spread
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.planning.profile import OpTime, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.schedule.layers import LayerKind

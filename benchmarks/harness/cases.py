@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness.namespaces import NUM_NODES
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layout import Layout
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness.cases import Case
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.records import to_plain
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from benchmarks import te_layers as te
 from benchmarks.harness.cases import Case
 from benchmarks.harness.job import read_job
-from megatron_lancet.atomic import atomic_write
+from megatron_lancet.files.atomic import atomic_write
 
 _TIMEOUT = timedelta(seconds=90)
 _PR_SET_PDEATHSIG = 1

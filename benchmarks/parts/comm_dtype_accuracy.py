@@ -28,10 +28,11 @@ from benchmarks.harness.cases import Shape
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 
 _OTHER_PARAMETERS = "others"

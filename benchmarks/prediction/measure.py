@@ -17,7 +17,7 @@ from benchmarks.training_step.links import CPU, Link
 from benchmarks.training_step.model import BUCKET_PARAMETERS
 from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views.clocks import aligned
 from megatron_lancet.lab.views.trace_file import write_trace
 from megatron_lancet.planning.profile import Profile

@@ -25,7 +25,7 @@ from benchmarks.network.cases import (
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.provenance import DISTURBED, link, together
 from benchmarks.quoted.results import Quoted, all_runs, rows_of
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 
 FOLDER = "results"
 """Path from benchmarks/RESULTS.md to the result files."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lancet.cli.arguments import count, positive_float, positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError, parse_object, read_text
+from megatron_lancet.files.reader import RecordError, parse_object, read_text
 from megatron_lancet.planning.load.expert_load import ExpertLoad, read_expert_load
 from megatron_lancet.planning.plan_file import PlanFile, read_plan_file
 from megatron_lancet.planning.profile import Profile, read_profile

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_lancet.data.indexed import check_dataset, sequence_lengths
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError, parse_object, read_text
+from megatron_lancet.files.reader import RecordError, parse_object, read_text
 
 type Histogram = dict[int, int]
 """Number of documents by their tokens, shorter ones first."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.inference.evaluate import TokenStream
 from megatron_lancet.inference.load import LoadedModel, number_of_ranks
 from megatron_lancet.inference.replicas import FLAG, Replicas, make_replicas, moe_layers

@@ -1,4 +1,4 @@
-"""Costs of a chunk's rows with a dispatch, and the same plan with another dispatch."""
+"""Costs of a chunk's rows with a dispatch, the same plan with another dispatch, and nodes for two hops."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +9,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
 from megatron_lancet.schedule.dispatch import Dispatch, LocalTokens
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op, OpKind, Phase, Verb
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
 
@@ -122,3 +123,26 @@ def _moved(gaps: Sequence[Gap], kinds: Mapping[OpKind, OpKind]) -> Iterator[Gap]
         op = Op.parse(gap.op)
         if op.kind in kinds and op.tile is None:
             yield replace(gap, op=str(op.with_kind(kinds[OpKind(op.kind)])))
+
+
+def nodes_of_group(ep_size: int, expert_tp_size: int, ranks_per_node: int) -> Nodes | str:
+    """How expert-parallel groups lie on nodes, or as the end of a sentence why they can't use two hops.
+
+    Megatron numbers the ranks that hold all experts once one after the other, whatever else is parallel.
+
+    Args:
+        ep_size: ranks of an expert-parallel group.
+        expert_tp_size: ranks that hold the parts of the same experts.
+        ranks_per_node: ranks of a node, of all groups.
+    """
+    size = ep_size * expert_tp_size
+    what = f"{size} ranks hold all experts once" if expert_tp_size > 1 else f"an expert-parallel group has {size} ranks"
+    if size <= ranks_per_node and ranks_per_node % size == 0:
+        return f"{what}, and a node has {ranks_per_node}, so nothing leaves a node"
+    if size % ranks_per_node:
+        return f"{what}, which do not fill nodes of {ranks_per_node}"
+    if ranks_per_node % expert_tp_size:
+        return f"the {expert_tp_size} expert-TP ranks of an expert are not on one node of {ranks_per_node} ranks"
+    if ranks_per_node == 1:
+        return "a node has one rank, so no node gets a token for several of its ranks"
+    return Nodes(size // ranks_per_node, ranks_per_node // expert_tp_size)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from megatron_lancet.files import MAX_COUNT, Range
+from megatron_lancet.files.reader import MAX_COUNT, Range
 
 _LARGEST = 10**15
 """Upper limit of times, sizes and factors."""

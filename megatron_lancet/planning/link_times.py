@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT
+from megatron_lancet.files.records import OMITTED_AT_DEFAULT
 from megatron_lancet.planning.figures import Factor, Ms, Size
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, MEMORY_BOUND
 

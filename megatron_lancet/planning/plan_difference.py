@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_lancet.files import differences
+from megatron_lancet.files.reader import differences
 from megatron_lancet.schedule.ranges import name_ranks
 
 _MAX_LISTED = 8

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
-from megatron_lancet.files import RecordError, differences, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import RecordError, differences, from_plain, parse_object, read_text, take_version
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.schedule.layers import pattern_of

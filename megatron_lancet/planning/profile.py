@@ -22,7 +22,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT, RecordError, parse_record, read_text, to_plain
+from megatron_lancet.files.reader import RecordError, parse_record, read_text
+from megatron_lancet.files.records import OMITTED_AT_DEFAULT, to_plain
 from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFrom1
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.load.expert_load import ExpertLoad
@@ -37,7 +38,7 @@ from megatron_lancet.schedule.reductions import GradientReduction
 
 PROFILE_VERSION = 2
 _ROW_ALIGNMENT_BYTES = 16
-"""Alignment of each tensor's part of a packed row, as in ``runtime/packing.py``."""
+"""Alignment of each tensor's part of a packed row, as in ``runtime/rows/packing.py``."""
 
 
 def packed_row_bytes(*part_bytes: int) -> int:

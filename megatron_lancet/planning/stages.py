@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.plan_file import layers_beyond
 from megatron_lancet.schedule.plan import Plan, Segment
 

@@ -5,8 +5,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
-from megatron_lancet.files import RecordError, differences, to_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import RecordError, differences
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = (

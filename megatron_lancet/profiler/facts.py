@@ -20,7 +20,7 @@ from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.runtime.rows.packing import RowLayout
 from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 

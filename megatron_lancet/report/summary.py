@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.atomic import atomic_write
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 

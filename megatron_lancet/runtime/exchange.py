@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from megatron_lancet.runtime.device import on_cuda
-from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.position import Position
+from megatron_lancet.runtime.rows.packing import RowLayout
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.ops import Op

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Self, cast
 
 from megatron_lancet import registry
-from megatron_lancet.files import Named
+from megatron_lancet.files.records import Named
 from megatron_lancet.schedule.ops import Launch, Layer, OpKind, Wait
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ class Layout:
         topk: experts of a token.
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
         nodes: how expert-parallel groups lie on nodes, or why they do not lie on several, see
-            :func:`~megatron_lancet.schedule.nodes.nodes_of_group`; None where it is unknown.
+            :func:`~megatron_lancet.planning.dispatch.nodes_of_group`; None where it is unknown.
         is_quantized: whether Transformer Engine's modules compute in fp8 or fp4.
         has_row_bound: whether the rows that a rank's experts work on at a time have a bound.
     """

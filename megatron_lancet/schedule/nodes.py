@@ -53,26 +53,3 @@ class Nodes:
             return 0
         first = rank // self.ranks_per_node * self.ranks_per_node
         return sum(sent) - sum(sent[first : first + self.ranks_per_node])
-
-
-def nodes_of_group(ep_size: int, expert_tp_size: int, ranks_per_node: int) -> Nodes | str:
-    """How expert-parallel groups lie on nodes, or as the end of a sentence why they can't use two hops.
-
-    Megatron numbers the P * V ranks that hold all experts once one after the other, whatever else is parallel.
-
-    Args:
-        ep_size: P.
-        expert_tp_size: V.
-        ranks_per_node: ranks of a node, of all groups.
-    """
-    size = ep_size * expert_tp_size
-    what = f"{size} ranks hold all experts once" if expert_tp_size > 1 else f"an expert-parallel group has {size} ranks"
-    if size <= ranks_per_node and ranks_per_node % size == 0:
-        return f"{what}, and a node has {ranks_per_node}, so nothing leaves a node"
-    if size % ranks_per_node:
-        return f"{what}, which do not fill nodes of {ranks_per_node}"
-    if ranks_per_node % expert_tp_size:
-        return f"the {expert_tp_size} expert-TP ranks of an expert are not on one node of {ranks_per_node} ranks"
-    if ranks_per_node == 1:
-        return "a node has one rank, so no node gets a token for several of its ranks"
-    return Nodes(size // ranks_per_node, ranks_per_node // expert_tp_size)

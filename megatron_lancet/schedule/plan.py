@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from megatron_lancet import registry
-from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
+from megatron_lancet.files.records import OMITTED_AT_DEFAULT, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, LocalTokens
 
@@ -246,18 +246,6 @@ class Plan:
     def to_json(self) -> str:
         """The plan as indented JSON; equal plans give equal text."""
         return json.dumps({"version": PLAN_VERSION, **to_plain(self)}, indent=1)
-
-    @staticmethod
-    def from_json(text: str, where: str = "plan") -> "Plan":
-        """Parses the output of :meth:`to_json`.
-
-        Args:
-            where: name of the source, for error messages.
-
-        Raises:
-            RecordError: the text is no plan, or a plan of another version.
-        """
-        return parse_record(Plan, text, PLAN_VERSION, "the plan", where)
 
     def fingerprint(self) -> str:
         """Short hash for comparison between ranks."""

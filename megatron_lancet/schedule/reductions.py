@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Protocol
 
-from megatron_lancet.files import MAX_COUNT, Range
+from megatron_lancet.files.reader import MAX_COUNT, Range
 from megatron_lancet.schedule.ops import COMBINES, DISPATCHES, OpKind
 from megatron_lancet.units import mb_to_bytes
 

@@ -12,6 +12,7 @@ class NoFeatures:
             raise ImportError(name)
 
 sys.meta_path.insert(0, NoFeatures())
+from tests.plan_text import read_plan
 from megatron_lancet import registry
 registry._DISPATCHES, registry._TILED = registry._DISPATCHES[:1], ()
 
@@ -29,7 +30,7 @@ print(next(one.reason for one in planned.excluded if one.what == "tiles"))
 for text in (fixed_plan(1).to_json()[:-1] + ', "dispatch": "dedup"}', '{"version": 3, "segments": [{"first_layer": 1, '
         '"last_layer": null, "num_chunks": 1, "tiles": 2}], "dw_policy": "none"}'):
     try:
-        Plan.from_json(text)
+        read_plan(text)
     except ValueError as error:
         print(error)
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.atomic import atomic_outputs, atomic_write
+from megatron_lancet.files.atomic import atomic_outputs, atomic_write
 
 
 def send_and_wait(number: signal.Signals) -> None:

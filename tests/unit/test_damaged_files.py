@@ -34,7 +34,7 @@ from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.data.jsonl import iter_line_batches
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.inference.checkpoint_reader import find_checkpoint, read_run
 from megatron_lancet.inference.evaluate import read_stream
 from megatron_lancet.lab.views.trace_file import read_trace, write_trace

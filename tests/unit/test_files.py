@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.files import Range, RecordError, from_plain, to_plain
+from megatron_lancet.files.reader import Range, RecordError, from_plain
+from megatron_lancet.files.records import to_plain
 
 
 class Colour(StrEnum):

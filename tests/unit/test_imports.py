@@ -7,10 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 # What each part may import of its own project, next to itself. Everybody may import these:
-LEAVES = {"atomic", "errors", "files", "patching", "units", "__version__"}
+LEAVES = {"errors", "files", "patching", "units", "__version__"}
 ALLOWED = {
     "files": set(),
-    "atomic": set(),
     "checkpoint": set(),
     "units": set(),
     "schedule": {"registry"},
@@ -115,7 +114,7 @@ def test_third_party_imports_are_in_allowed_packages_only(path):
     part, names = part_of(path), imports_of(path)
     roots = {name.split(".")[0] for name in names}
     is_for_planner = part == FEATURES and path.name in ("order.py", "costs.py", "support.py")
-    if part in ("files", "atomic", "schedule", "planning", "config", "flags", "cli") or is_for_planner:
+    if part in ("files", "schedule", "planning", "config", "flags", "cli") or is_for_planner:
         assert roots.isdisjoint({"torch", "megatron", "numpy"})
     if part in ("runtime", "report"):
         assert "megatron" not in roots

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.demo.training_log.train_log import RunLog
-from megatron_lancet.atomic import atomic_outputs
+from megatron_lancet.files.atomic import atomic_outputs
 
 SMOOTHING_SPAN = 25
 """Number of steps in the moving average."""

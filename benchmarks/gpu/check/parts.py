@@ -36,9 +36,9 @@ PARTS = (
     Part("ranks", "two or more ranks over NCCL", 90),
     Part("memcheck", "compute-sanitizer on one step", 90),
     Part("link", "the modelled link alone, against its formula", 25, has_times=True),
-    Part("timing", "steps of each plan in turns", 190, has_times=True),
+    Part("timing", "steps of each plan in turns", 220, has_times=True),
     Part("beside", "a GEMM beside a message", 40, has_times=True),
-    Part("host_time", "host time of each op", 40, has_times=True),
+    Part("host_time", "host time of each op", 70, has_times=True),
 )
 
 

@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_distinct_rows
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
 from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRoutes,
     DistinctRows,
     distinct_rows,
     expand,
-    summed,
+    num_distinct_rows,
     through_experts,
 )
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
@@ -114,7 +114,7 @@ class DeduplicatedDispatcher:
 
         Args:
             routing_map_tE: bool.
-            num_rows: d, or more; further rows are copies of the first token's.
+            num_rows: d, or more; further rows are left over.
 
         Returns:
             Tokens [d, H] and, for each, the probabilities of the rank's experts and its choice of them, [d, e + c];
@@ -187,5 +187,4 @@ class DeduplicatedDispatcher:
 
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token: the chunk's output, [s, b, H]."""
-        shape_sbH = permutation.hidden_shape
-        return summed(rows_dH, permutation.token_d[: len(rows_dH)], shape_sbH[:-1].numel()).view(shape_sbH)
+        return permutation.token_d.sums(rows_dH).view(permutation.hidden_shape)

@@ -13,7 +13,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
 from megatron_lancet.features.placement.layers import layers_with_experts, place_experts, slots_of
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.model.gpt import LanguageModel
 from megatron_lancet.planning.load.placement import Placement, contiguous, placement_to_json, read_placement
 from megatron_lancet.runtime.collectives import from_all_ranks

@@ -21,7 +21,6 @@ import torch
 
 from megatron_lancet.features.row_bound.rounds import Round
 from megatron_lancet.model.dispatcher.base import PlainRows
-from megatron_lancet.model.dispatcher.distinct_rows import summed
 from megatron_lancet.model.dispatcher.routes import Routes
 from megatron_lancet.model.recompute import two_runs
 from megatron_lancet.runtime.all_to_all import AllToAll, wait_in_backward, wait_in_forward
@@ -81,7 +80,7 @@ class ChunkInRounds:
             if one is self.rounds[0]:
                 output_nH = returned.new_empty(rows.tokens.shape)
             one.put_back(returned, output_nH)
-        return output_nH if rows.place is None else summed(output_nH, rows.place, len(sent[0]))
+        return output_nH if rows.place is None else rows.place.sums(output_nH)
 
     def backward(self, sent: Rows, grad: torch.Tensor) -> tuple[Rows, list[torch.Tensor | None]]:
         """Runs the rounds of the backward pass.
@@ -94,7 +93,7 @@ class ChunkInRounds:
         own = tuple(tensor.detach().requires_grad_() for tensor in sent)
         with torch.enable_grad():
             rows = self.plain_rows(own)
-        grad_nH = grad if rows.place is None else grad.index_select(0, rows.place)
+        grad_nH = grad if rows.place is None else grad.index_select(0, rows.place.index_n)
         tokens_nH, probs_n = rows.tokens.detach(), rows.probs.detach()
         grads = torch.empty_like(tokens_nH), torch.empty_like(probs_n)
         of_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)

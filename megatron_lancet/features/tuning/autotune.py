@@ -22,7 +22,7 @@ from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.race import has_kernel
 from megatron_lancet.features.tuning.report import speed_up, tuning_text
 from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.plan_words import plan_in_words, plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile

@@ -14,9 +14,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.features.tuning.controller import Planned, PlanningFailed
 from megatron_lancet.features.tuning.flags import TuningFlags
+from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 from megatron_lancet.features.tuning.race import Candidate
-from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.features.tuning.reductions import reduction_of
+from megatron_lancet.files.reader import RecordError
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.finalists import NUM_FINALISTS, kind_of, with_another_dispatch
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
@@ -34,8 +37,7 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan, plan_without_overlap
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import may_use_sdpa
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.memory_budget import least_room_bytes, memory_bound_bytes
-from megatron_lancet.training.plan.reductions import reduction_of
+from megatron_lancet.training.plan.memory_budget import least_room_bytes
 
 _NUM_REFRESH_STEPS = 2
 """Traced steps that measure the shares of rows and the links, when the costs of ops are known."""

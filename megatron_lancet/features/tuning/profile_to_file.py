@@ -13,12 +13,12 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Steering
 from megatron_lancet.features.tuning.flags import TuningFlags
 from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
+from megatron_lancet.features.tuning.reductions import reduction_of
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.reductions import reduction_of
 
 FLAG = "--lancet-profile"
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.report.compared import Compared
 
 _NAMES = {"baseline": "without overlap", "predicted": "predicted", "chosen": "when chosen"}

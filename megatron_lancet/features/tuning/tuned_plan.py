@@ -3,7 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from megatron_lancet.files import differences, parse_record, to_plain
+from megatron_lancet.files.reader import differences, parse_record
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 from megatron_lancet.training.observe.step_stats import StepStats

@@ -23,18 +23,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.features.two_hop.routes import TwoHopRoutes
-from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_distinct_rows
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
 from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRows,
     distinct_rows,
     expand,
+    num_distinct_rows,
     probs_and_choice,
-    summed,
     through_experts,
 )
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.rows.sums import Places
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op
@@ -45,18 +46,14 @@ class PassedRows:
     """Maps the rows of the second hop to the rows of the first.
 
     Attributes:
-        row: for each forwarded row, the row that had arrived.
         sum_over_expert_tp: of each row, the place of the sum over the expert-TP ranks; None without expert tensor
             parallelism.
         row_of_sum: of each of these sums, the row that had arrived.
-        num_rows: p.
         sum_dtype: type in which the parts of an expert are summed.
     """
 
-    row: torch.Tensor
-    sum_over_expert_tp: torch.Tensor | None
-    row_of_sum: torch.Tensor
-    num_rows: int
+    sum_over_expert_tp: Places | None
+    row_of_sum: Places
     sum_dtype: torch.dtype
 
 
@@ -138,7 +135,7 @@ class TwoHopDispatcher:
 
         Args:
             routing_map_tE: bool.
-            num_rows: d, or more; further rows are copies of the first token's.
+            num_rows: d, or more; further rows are left over.
 
         Returns:
             Tokens [d, H] and, for each, the probabilities of the node's experts and its choice of them; and how to put
@@ -163,14 +160,14 @@ class TwoHopDispatcher:
         made = distinct_rows(tokens_pH, probs_pE, chosen_pE, per_node, sum(routes.local_splits.sent), copies)
         num_rows = len(tokens_pH)
         if copies == 1:
-            return (made.tokens, made.choice), PassedRows(made.token_d, None, made.token_d, num_rows, choice_p.dtype)
+            return (made.tokens, made.choice), PassedRows(None, made.token_d, choice_p.dtype)
         goes_Lp = chosen_pE.view(num_rows, per_node, self._num_local_experts).any(dim=2).t()
         sums_Lp = goes_Lp.flatten().cumsum(0) - 1
         num_sums = sum(routes.local_splits.sent) // copies
         row_of_sum = torch.nonzero_static(goes_Lp, size=num_sums).select(1, 1)
-        sum_over_expert_tp = sums_Lp.index_select(0, made.group_d * num_rows + made.token_d)
-        rows = PassedRows(made.token_d, sum_over_expert_tp, row_of_sum, num_rows, choice_p.dtype)
-        return (made.tokens, made.choice), rows
+        sum_over_expert_tp = sums_Lp.index_select(0, made.group_d * num_rows + made.token_d.index_n)
+        sums = Places(sum_over_expert_tp, num_sums), Places(row_of_sum, num_rows)
+        return (made.tokens, made.choice), PassedRows(*sums, choice_p.dtype)
 
     def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """Makes a row for each token and expert of the rows of the first hop; see :class:`Dispatcher`."""
@@ -199,7 +196,7 @@ class TwoHopDispatcher:
         """
         # By way of a rank come the rows of its place on each node. In stock's order expert-TP ranks, then nodes precede
         # places.
-        order = RowOrder.by_dims(routes.rows_by_way, (1, 2, 0), len(tokens_qH))
+        order = RowOrder.of_parts(routes.rows_by_way, lambda values: values.permute(1, 2, 0), len(tokens_qH))
         return through_experts(run, tokens_qH, probs_q, routes.rows_per_expert, last_expert_first, order.index_m)
 
     def sort_by_peer(
@@ -215,11 +212,9 @@ class TwoHopDispatcher:
     def sum_of_node(self, rows: torch.Tensor, passed: PassedRows) -> torch.Tensor:
         """Sums this node's partial outputs per forwarded row: [p, H]."""
         if passed.sum_over_expert_tp is not None:
-            by_expert_tp_rank = summed(rows.to(passed.sum_dtype), passed.sum_over_expert_tp, len(passed.row_of_sum))
-            rows = by_expert_tp_rank.to(rows.dtype)
-        return summed(rows, passed.row_of_sum, passed.num_rows)
+            rows = passed.sum_over_expert_tp.sums(rows.to(passed.sum_dtype)).to(rows.dtype)
+        return passed.row_of_sum.sums(rows)
 
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token over nodes: the chunk's output, [s, b, H]."""
-        shape_sbH = permutation.hidden_shape
-        return summed(rows_dH, permutation.token_d[: len(rows_dH)], shape_sbH[:-1].numel()).view(shape_sbH)
+        return permutation.token_d.sums(rows_dH).view(permutation.hidden_shape)

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.lab.causes.step import traced_rank
 from megatron_lancet.lab.causes.text import CausesOfStep

@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.lab.check.check import Verdict, check
 from megatron_lancet.lab.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.lab.check.report import record, report

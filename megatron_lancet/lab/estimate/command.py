@@ -5,8 +5,8 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
-from megatron_lancet.atomic import atomic_write
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.lab.estimate.arguments import cluster_of, launch_us_of
 from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.devices import LAUNCH_US, LOCAL_LAUNCH_US, NO_LAUNCH_US, Span, Speeds, corners

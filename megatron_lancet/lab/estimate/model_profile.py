@@ -12,11 +12,12 @@ from megatron_lancet.lab.estimate.kernels import Kernel, Part, backward_of, forw
 from megatron_lancet.lab.estimate.layer_parts import LayerParts, Piece
 from megatron_lancet.lab.what_if.forecast import Routing
 from megatron_lancet.lab.what_if.layout import times_of_messages, times_of_reductions
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.profile import ModelFacts, OpTime, Profile, WeightGradTime, packed_row_bytes
 from megatron_lancet.planning.sizes.saved_tensors import FP32_BYTES, value_bytes
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction, default_bucket_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.from_trace.lacks import TraceLacks
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")

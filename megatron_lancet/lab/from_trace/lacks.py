@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 
 FLAGS = (
     "--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 5 --profile-step-end 9 "

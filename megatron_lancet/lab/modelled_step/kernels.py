@@ -9,6 +9,7 @@ import torch
 from megatron_lancet.model.attention import sdpa
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import weight_grad_store
+from megatron_lancet.runtime.rows import sums as row_sums
 from megatron_lancet.testkit.virtual_gpu.meta import MetaGpu
 from megatron_lancet.training.megatron.virtual_gpu_patches import megatrons_kernels_of_a_gpu
 
@@ -21,6 +22,7 @@ def kernels_of_a_gpu(gpu: MetaGpu) -> Iterator[None]:
         stack.enter_context(replaced(sdpa, "causal_lower_right", lambda *_: None))
         stack.enter_context(replaced(torch.nn.functional, "rms_norm", _fused_rms_norm(gpu)))
         stack.enter_context(replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True))
+        stack.enter_context(replaced(row_sums, "sum_rows", _row_sums(gpu)))
         stack.enter_context(megatrons_kernels_of_a_gpu(gpu.run_as_one, _fused_rope(gpu)))
         yield
 
@@ -38,6 +40,15 @@ def _fused_attention(
         query, key, value, dropout_p, True, scale=scale
     )[0]
     return output
+
+
+def _row_sums(gpu: MetaGpu) -> Callable[..., torch.Tensor]:
+    def sum_rows(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        sums_pH = rows_nH.new_empty((len(ends) - 1, rows_nH.size(1)))
+        gpu.note_kernel("sum_rows", rows_nH.nbytes + sums_pH.nbytes + order_n.nbytes)
+        return sums_pH
+
+    return sum_rows
 
 
 def _fused_rms_norm(gpu: MetaGpu) -> Callable[..., torch.Tensor]:

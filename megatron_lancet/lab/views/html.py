@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.atomic import atomic_write
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.lab.views.bars import step_bars
 from megatron_lancet.lab.views.lanes import message_rows
 from megatron_lancet.report.exposed import exposed_table

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.atomic import atomic_write
+from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.lab.views.kernel_fields import KERNEL, collective_name, kernel_args
 from megatron_lancet.lab.views.lanes import message_rows
 from megatron_lancet.report.timeline_record import TimelineRecord

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.atomic import atomic_write
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.report.history import StepPoint
 from megatron_lancet.report.summary import REPORT_FILE, about
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_lancet.atomic import atomic_write
-from megatron_lancet.files import Range, RecordError, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files.atomic import atomic_write
+from megatron_lancet.files.reader import Range, RecordError, from_plain, parse_object, read_text, take_version
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views.kernel_fields import category, kernel_args
 from megatron_lancet.lab.views.lanes import message_rows
 from megatron_lancet.report.compared import Compared

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.what_if.forecast import NetworkChoice, Routing
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import with_reduction

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.planning.profile import ChunkRouting, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.cost_model import CostModel

@@ -29,10 +29,11 @@ from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.what_if.cluster import Cluster
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
 
 _TABLE_STEPS = 4

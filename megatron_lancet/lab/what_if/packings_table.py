@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.what_if.packings import Packings
 from megatron_lancet.report.tables import right_aligned
 

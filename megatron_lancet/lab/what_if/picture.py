@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from megatron_lancet.atomic import atomic_outputs
+from megatron_lancet.files.atomic import atomic_outputs
 from megatron_lancet.lab.what_if.forecast import SweepRow
 
 _SIZE_INCHES = (8.0, 6.4)

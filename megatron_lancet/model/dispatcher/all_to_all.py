@@ -25,6 +25,7 @@ from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.rows.sums import Places
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
@@ -34,12 +35,12 @@ class Permutation:
     """Maps a chunk's rows to its tokens.
 
     Attributes:
-        row_ids: the token of each row, [n]; what Transformer Engine's kernels note instead, where these run.
+        rows: the token of each row; what Transformer Engine's kernels note instead, where these run.
         routing_map_tE: bool.
         hidden_shape: [s, b, H] of the chunk.
     """
 
-    row_ids: torch.Tensor
+    rows: Places | torch.Tensor
     routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
 
@@ -131,11 +132,16 @@ class AllToAllDispatcher:
             Tokens [n, H] and the weight of each row in its token's output, [n]; and how to put them back.
         """
         hidden_tH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1])
-        tokens_nH, probs_n, row_ids, _, _ = permute(
-            hidden_tH, routing_map_tE, probs=probs_tE, num_out_tokens=num_rows, fused=self._fused
-        )
-        assert probs_n is not None
-        return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
+        if self._fused:
+            tokens_nH, probs_n, row_ids, _, _ = permute(
+                hidden_tH, routing_map_tE, probs=probs_tE, num_out_tokens=num_rows, fused=True
+            )
+            assert probs_n is not None
+            return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
+        expert_n, token_n = torch.nonzero_static(routing_map_tE.t(), size=num_rows).unbind(dim=1)
+        rows = Places(token_n, len(hidden_tH))
+        probs_n = probs_tE.reshape(-1).index_select(0, token_n * probs_tE.size(1) + expert_n)
+        return (rows.copies(hidden_tH), probs_n), Permutation(rows, routing_map_tE, hidden_sbH.shape)
 
     def expand(self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
         """The rows as they are; see :class:`Dispatcher`."""
@@ -212,12 +218,9 @@ class AllToAllDispatcher:
 
     def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Sum the output rows of each token: the chunk's output, [s, b, H]."""
-        shape_tH = torch.Size((permutation.routing_map_tE.size(0), permutation.hidden_shape[-1]))
-        output_tH = unpermute(
-            rows_nH,
-            permutation.row_ids,
-            restore_shape=shape_tH,
-            routing_map=permutation.routing_map_tE,
-            fused=self._fused,
-        )
+        rows, routing_map_tE = permutation.rows, permutation.routing_map_tE
+        if isinstance(rows, Places):
+            return rows.sums(rows_nH).view(permutation.hidden_shape)
+        shape_tH = torch.Size((routing_map_tE.size(0), permutation.hidden_shape[-1]))
+        output_tH = unpermute(rows_nH, rows, restore_shape=shape_tH, routing_map=routing_map_tE, fused=True)
         return output_tH.view(permutation.hidden_shape)

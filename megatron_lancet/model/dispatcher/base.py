@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import CountsExchange
+from megatron_lancet.runtime.rows.sums import Places
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
@@ -25,12 +25,12 @@ class PlainRows(NamedTuple):
     Attributes:
         tokens: [m, H].
         probs: [m].
-        place: of each, the distinct row of which it was made; None if they are these rows.
+        place: the distinct row that each is a copy of; None if they are these rows.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor
-    place: torch.Tensor | None
+    place: Places | None
 
 
 class ExpertRanks(NamedTuple):
@@ -169,15 +169,3 @@ def launch_counts(
     if limit is not None:
         count = partial(limit.with_counts_of_all, count, routing_map_tE, num_peers)
     return comm.launch_counts(op, count, routed)
-
-
-def num_distinct_rows(probs_tE: torch.Tensor, most_rows: int, routes: PendingRoutes[Any] | Routes) -> int:
-    """The number of distinct rows to make of a chunk, which are always counted.
-
-    On CUDA the host does not wait for the counts here: the device would run out of work in front of each message. It
-    makes as many rows as there may be, and the rows that are left over stay here.
-
-    Args:
-        most_rows: the largest number of rows.
-    """
-    return most_rows if on_cuda(probs_tE) else routes.num_sent()

@@ -7,12 +7,15 @@ H hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lancet.model.dispatcher.base import PlainRows
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.exchange import RowSplits
+from megatron_lancet.runtime.rows.sums import Places
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 _BITS = 8
@@ -31,8 +34,20 @@ class Rows(NamedTuple):
 
     tokens: torch.Tensor
     choice: torch.Tensor
-    token_d: torch.Tensor
+    token_d: Places
     group_d: torch.Tensor
+
+
+def num_distinct_rows(probs_tE: torch.Tensor, most_rows: int, routes: PendingRoutes[Any] | Routes) -> int:
+    """The number of distinct rows to make of a chunk, which are always counted.
+
+    On CUDA the host does not wait for the counts here: the device would run out of work in front of each message. It
+    makes as many rows as there may be, and the rows that are left over stay here.
+
+    Args:
+        most_rows: the largest number of rows.
+    """
+    return most_rows if on_cuda(probs_tE) else routes.num_sent()
 
 
 def distinct_rows(
@@ -48,14 +63,15 @@ def distinct_rows(
     Args:
         chosen_tE: bool.
         num_groups: G; the experts of a group are neighbours.
-        num_rows: d, or more; further rows are copies of the first token's.
+        num_rows: d, or more; further rows are left over.
         copies: number of times that the rows of a group are made, one copy of all after the other.
     """
     num_experts = probs_tE.size(1) // num_groups
     goes_Gt = chosen_tE.view(-1, num_groups, num_experts).any(dim=2).t()
     if copies > 1:
         goes_Gt = goes_Gt.repeat_interleave(copies, dim=0)
-    group_d, token_d = torch.nonzero_static(goes_Gt, size=num_rows, fill_value=0).unbind(dim=1)
+    found = torch.nonzero_static(goes_Gt, size=num_rows)
+    group_d, token_d = found.clamp(min=0).unbind(dim=1)  # -1 where fewer rows are found
     if copies > 1:
         group_d = group_d // copies
     place_d = token_d * num_groups + group_d
@@ -63,7 +79,8 @@ def distinct_rows(
         values_tE.reshape(-1, num_experts).index_select(0, place_d) for values_tE in (probs_tE, chosen_tE)
     )
     choice = torch.cat((probs_de, _as_numbers(chosen_de, probs_tE.dtype)), dim=1)
-    return Rows(tokens_tH.index_select(0, token_d), choice, token_d, group_d)
+    rows = Places(token_d, len(tokens_tH), found.select(1, 1))
+    return Rows(rows.copies(tokens_tH), choice, rows, group_d)
 
 
 def probs_and_choice(choice_d: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +112,7 @@ def through_experts(
     num_rows = int(rows_per_expert.sum())
     made = _expand_group(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
     assert made.place is not None
-    return summed(run(made.tokens, made.probs), made.place, len(tokens_dH))
+    return made.place.sums(run(made.tokens, made.probs))
 
 
 def expand(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
@@ -113,10 +130,10 @@ def expand(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert:
         num_rows = sum(rows_per_expert[group * num_experts : (group + 1) * num_experts])
         part = _expand_group(tokens_dH[own], choice_d[own], num_experts, num_rows)
         assert part.place is not None
-        made.append((part.tokens, part.probs, part.place + start))
+        made.append((part.tokens, part.probs, part.place.index_n + start))
         start += size
     tokens, probs, place = (torch.cat(parts) for parts in zip(*made, strict=True))
-    return PlainRows(tokens, probs, place)
+    return PlainRows(tokens, probs, Places(place, len(tokens_dH)))
 
 
 def _expand_group(
@@ -143,26 +160,8 @@ def _expand_group(
     if last_expert_first:
         expert_m = num_experts - 1 - expert_m
     probs_m = probs_de.reshape(-1).index_select(0, place_m * num_experts + expert_m)
-    return PlainRows(tokens_dH.index_select(0, place_m), probs_m, place_m)
-
-
-class _SummedRows(torch.autograd.Function):
-    """Sums rows by their place. With torch's ``index_add`` autograd would keep them until the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        return rows.new_zeros((num_places, *rows.shape[1:])).index_add_(0, place, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
-
-
-def summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Sums rows [n, H] with the same place, in their order: [num_places, H]."""
-    return cast(torch.Tensor, _SummedRows.apply(rows, place, num_places))
+    places = Places(place_m, len(tokens_dH))
+    return PlainRows(places.copies(tokens_dH), probs_m, places)
 
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -188,12 +187,12 @@ class DistinctRows:
     """Maps a chunk's distinct rows to its tokens.
 
     Attributes:
-        token_d: the token of each row, and of those that stay here.
+        token_d: the token of each row.
         routing_map_tE: kept for the kernels that count its rows, see :meth:`DeduplicatedDispatcher.launch_counts`.
         hidden_shape: [s, b, H] of the chunk.
     """
 
-    token_d: torch.Tensor
+    token_d: Places
     routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
 

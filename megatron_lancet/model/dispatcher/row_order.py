@@ -7,11 +7,12 @@ from the counts that arrived there. Values are moved and not computed, so the bi
 Legend of shapes: S sources, e local experts, m rows of the local experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
+
+from megatron_lancet.runtime.rows.sums import Gathered
 
 
 def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
@@ -44,25 +45,16 @@ class RowOrder:
             num_rows: their sum, m.
             last_expert_first: order the experts from the last to the first.
         """
-        return RowOrder._parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
+        return RowOrder.of_parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
 
     @staticmethod
-    def by_dims(sizes: torch.Tensor, dims: Sequence[int], num_rows: int) -> "RowOrder":
-        """Order rows that are grouped by one thing, there by another and so on, by the same things in another order.
+    def of_parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
+        """Order the parts of rows anew.
 
         Args:
-            sizes: number of rows of each group, a dimension for each of the things, on the device of the rows.
-            dims: the dimensions in the new order.
-            num_rows: their sum, m.
-        """
-        return RowOrder._parts(sizes, lambda values: values.permute(*dims), num_rows)
-
-    @staticmethod
-    def _parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
-        """
-        Args:
-            sizes: number of rows of each part, in their present order.
+            sizes: number of rows of each part, in their present order, on the device of the rows.
             reordered: maps values of the parts to the new order.
+            num_rows: their sum, m.
         """
         new_sizes = reordered(sizes).contiguous()
         ends = sizes.reshape(-1).cumsum(0).view(sizes.shape)
@@ -75,22 +67,8 @@ class RowOrder:
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [m, ...] in the new order."""
-        return _Reordered.apply(rows, self.index_m, self._inverse_m)
+        return Gathered.apply(rows, self.index_m, lambda grad: grad.index_select(0, self._inverse_m))
 
     def undo(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [m, ...] of the new order in the old one."""
-        return _Reordered.apply(rows, self._inverse_m, self.index_m)
-
-
-class _Reordered(torch.autograd.Function):
-    """Indexed rows, whose gradient is indexed by the inverse; ``index_select``'s would be added up row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index_m: torch.Tensor, inverse_m: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse_m)
-        return rows.index_select(0, index_m)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse_m,) = ctx.saved_tensors
-        return grad.index_select(0, inverse_m), None, None
+        return Gathered.apply(rows, self._inverse_m, lambda grad: grad.index_select(0, self.index_m))

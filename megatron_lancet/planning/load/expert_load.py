@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import parse_record, read_text, to_plain
+from megatron_lancet.files.reader import parse_record, read_text
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.figures import Count, CountFrom1, Size
 
 EXPERT_LOAD_VERSION = 1

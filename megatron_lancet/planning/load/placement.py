@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, parse_record, read_text
+from megatron_lancet.files.reader import RecordError, parse_record, read_text
 from megatron_lancet.planning.figures import Count
 from megatron_lancet.planning.load.expert_load import LayerLoad
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import planned_gaps

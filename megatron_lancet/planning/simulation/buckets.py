@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import Any
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import Step
 from megatron_lancet.schedule.dw_queue import DwQueue

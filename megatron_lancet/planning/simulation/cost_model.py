@@ -14,7 +14,7 @@ from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.schedule.plan import ChunkDim

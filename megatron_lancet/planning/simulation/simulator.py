@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets

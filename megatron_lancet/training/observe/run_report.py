@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_lancet.feature import ActiveFeature, Steering
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file

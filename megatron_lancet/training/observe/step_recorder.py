@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.feature import ActiveFeature, Steering
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.history import StepHistory

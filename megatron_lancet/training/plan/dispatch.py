@@ -4,10 +4,11 @@ import argparse
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layout import Blocker, Layout
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 from megatron_lancet.training.platform.launcher import ranks_per_node
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
 from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of

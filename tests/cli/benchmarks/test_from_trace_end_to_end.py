@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.from_trace.summary import compare
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.planning.profile import Profile
 from tests.cli.benchmarks.runs import run_on_network
 

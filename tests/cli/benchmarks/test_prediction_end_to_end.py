@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.files import from_plain
+from megatron_lancet.files.reader import from_plain
 from megatron_lancet.lab.views.trace_file import read_trace
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate

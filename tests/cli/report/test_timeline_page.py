@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views.html import page, write_page
 from megatron_lancet.lab.views.run_page import write_run_page
 from megatron_lancet.report.compared import Compared

@@ -18,7 +18,7 @@ from megatron_lancet.features.tuning.controller import (
 )
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.compared import Compared

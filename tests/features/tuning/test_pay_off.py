@@ -8,7 +8,7 @@ from megatron_lancet.features.tuning.controller import NO_OVERLAP
 from megatron_lancet.features.tuning.pay_off import PayOff
 from megatron_lancet.features.tuning.race import Candidate, Race
 from megatron_lancet.features.tuning.report import speed_up, tuning_text
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.report.compared import Compared
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS, StepTimes

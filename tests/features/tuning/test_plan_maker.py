@@ -15,9 +15,10 @@ from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.tuning import plan_maker
 from megatron_lancet.features.tuning.controller import PlanningFailed
 from megatron_lancet.features.tuning.flags import CacheChoice
+from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.race import Candidate
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, kind_of
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -27,7 +28,6 @@ from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.schedule.reductions import GradientReduction
-from megatron_lancet.training.plan.memory_budget import memory_bound_bytes
 from tests.unit.training.configs import config_with
 
 pytestmark = pytest.mark.slow

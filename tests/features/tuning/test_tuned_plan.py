@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_lancet.features.tuning.tuned_plan import TunedPlan
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
 from megatron_lancet.training.observe.step_stats import StepStats

@@ -13,8 +13,9 @@ import torch
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.schedule.comm_dtype import CommDtype
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.features.case import LAYOUTS, Case
 from tests.features.dedup import cases as dedup

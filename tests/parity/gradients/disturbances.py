@@ -87,16 +87,14 @@ def detached_experts(stack: ExitStack) -> None:
 
 
 def row_counted_twice(stack: ExitStack) -> None:
-    """Negative control: the last row of each sum of distinct rows is added twice."""
-    from megatron_lancet.features.dedup import dispatcher as deduplicated
-    from megatron_lancet.features.two_hop import dispatcher as two_hop
-    from megatron_lancet.model.dispatcher import distinct_rows
+    """Negative control: the last row of each sum of a token's rows is added twice."""
+    from megatron_lancet.runtime.rows.sums import Places
 
-    def summed(stock, rows, place, num_places):
-        return stock(torch.cat((rows, rows[-1:])), torch.cat((place, place[-1:])), num_places)
+    def sums(stock, places, rows):
+        index = places.index_n[: len(rows)]
+        return stock(Places(torch.cat((index, index[-1:])), places.num_places), torch.cat((rows, rows[-1:])))
 
-    for module in (deduplicated, distinct_rows, two_hop):
-        stack.enter_context(around(module, "summed", summed))
+    stack.enter_context(around(Places, "sums", sums))
 
 
 def choice_of_the_other_expert(stack: ExitStack) -> None:

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.planning.dispatch import nodes_of_group
 from megatron_lancet.planning.profile import HopRows, ModelFacts
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts
 from megatron_lancet.profiler.routing import RankRouting, chunk_routing, rows_of_step
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.trace import StepTrace, Trace
-from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.from_trace.profile import STOCK as STOCK_STEP
 from megatron_lancet.lab.from_trace.profile import profile_from_traces
 from megatron_lancet.schedule.layers import LayerKind

@@ -10,7 +10,7 @@ from benchmarks.from_trace.summary import Pair, compare
 from benchmarks.from_trace.table import as_markdown, as_text
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.schedule.ops import OpKind, Phase
 
 OWN = synthetic_profile(Machine())

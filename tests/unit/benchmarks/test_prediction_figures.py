@@ -10,7 +10,7 @@ from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PLAN
 from benchmarks.prediction.errors import compare, totals
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.schedule.plan import fixed_plan
 
 FIELDS = ("step_ms", "exposed_forward_ms", "exposed_backward_ms", "counts_ms")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.plan_text.plan_text import head_lines
 from megatron_lancet.planning.plan_file import (
     ExpectedStep,

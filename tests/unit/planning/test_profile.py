@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.profile import PROFILE_VERSION, ChunkRouting, profile_from_json
 from megatron_lancet.schedule.plan import ChunkDim
 

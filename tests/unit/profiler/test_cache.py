@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.profiler import cache

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.runtime.rows.packing import RowLayout
 from megatron_lancet.schedule.comm_dtype import RowFormat
 from tests.unit.profiler.synthetic import FACTS
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
 from megatron_lancet.lab.causes.changes import Change
 from megatron_lancet.lab.causes.replay import Cause

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
 from megatron_lancet.report.hidden_dws import HiddenDws, hidden_dws
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span

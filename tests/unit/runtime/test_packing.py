@@ -8,7 +8,7 @@ import torch
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.exchange import RowSplits
-from megatron_lancet.runtime.packing import RowLayout, from_fp8, to_fp8
+from megatron_lancet.runtime.rows.packing import RowLayout, from_fp8, to_fp8
 from megatron_lancet.schedule.comm_dtype import FP8_GROUP, CommDtype, RowFormat
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from tests.fakes import Loopback, cpu_stats

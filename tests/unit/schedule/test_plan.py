@@ -4,7 +4,7 @@ import json
 import pytest
 
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     DwPolicy,
@@ -17,6 +17,7 @@ from megatron_lancet.schedule.plan import (
     fixed_plan,
     paired,
 )
+from tests.plan_text import read_plan
 
 GAP = Gap("L3.c0.I.combine", ("L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"))
 SEGMENTS = Plan(
@@ -55,7 +56,7 @@ def test_plan_is_written_as_json():
     "plan", [SEGMENTS, fixed_plan(2), fixed_plan(1, DwPolicy.NONE), paired(SEGMENTS), MIXED], ids=str
 )
 def test_plan_is_read_from_json_as_written(plan):
-    again = Plan.from_json(plan.to_json())
+    again = read_plan(plan.to_json())
     assert again == plan
     assert again.fingerprint() == plan.fingerprint()
 
@@ -64,7 +65,7 @@ def test_a_multiple_is_written_where_there_is_one():
     multiple = fixed_plan(2, chunk_multiple=16)
     assert str(multiple) == "chunks=2 dim=batch range=stack multiple=16 dw=fill dw-window=4"
     assert json.loads(multiple.to_json())["segments"][0]["chunk_multiple"] == 16
-    assert Plan.from_json(multiple.to_json()) == multiple
+    assert read_plan(multiple.to_json()) == multiple
     assert "chunk_multiple" not in fixed_plan(2).to_json()
 
 
@@ -73,12 +74,12 @@ def test_tiles_are_written_where_there_are_any():
     assert str(tiled) == "chunks=1 dim=batch range=stack tiles=2 local-tokens=after dw=fill dw-window=4"
     assert tiled.has_tiles
     assert not tiled.overlaps_nothing
-    assert Plan.from_json(tiled.to_json()) == tiled
+    assert read_plan(tiled.to_json()) == tiled
     assert tiled.fingerprint() != fixed_plan(1, tiles=2).fingerprint() != fixed_plan(1).fingerprint()
     plain = fixed_plan(2).to_json()
     assert "tiles" not in plain
     assert "local_tokens" not in plain
-    assert not Plan.from_json(plain).has_tiles
+    assert not read_plan(plain).has_tiles
     assert paired(fixed_plan(1), tiled).has_tiles
 
 
@@ -227,7 +228,7 @@ def changed(path: str, value: object, plan: Plan = SEGMENTS) -> str:
 )
 def test_damaged_plan_is_refused_with_its_place(text, message):
     with pytest.raises(RecordError) as refusal:
-        Plan.from_json(text, "p.json")
+        read_plan(text, "p.json")
     assert message in str(refusal.value)
     assert len(str(refusal.value)) < 300
 

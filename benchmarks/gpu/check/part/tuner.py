@@ -10,13 +10,14 @@ from benchmarks.gpu.check.part.models import small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import Runner, Variant
+from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.patching import replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler import links, slowdown
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun
 from megatron_lancet.schedule.plan import Plan, fixed_plan
-from megatron_lancet.training.plan.memory_budget import least_room_bytes, memory_bound_bytes
+from megatron_lancet.training.plan.memory_budget import least_room_bytes
 
 _PLANS = (fixed_plan(1), fixed_plan(2))
 _VIRTUAL_MEMORY_BYTES = 1 << 33

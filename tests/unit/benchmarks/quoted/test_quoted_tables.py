@@ -14,7 +14,7 @@ from benchmarks.quoted import network as quoted_network
 from benchmarks.quoted import results as quoted_results
 from benchmarks.quoted import tables as quoted
 from benchmarks.quoted.beside import RESULTS
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.schedule.plan import fixed_plan, paired
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.routes import Routes
-from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.runtime.rows.packing import RowLayout
 
 NUM_RANKS, HIDDEN = 2, 8
 

@@ -304,7 +304,7 @@ def test_routes_of_all_ranks_are_the_rows_of_the_choice(world):
 def test_order_by_other_dimensions_is_that_of_a_stable_sort(sizes, dims):
     sizes_abc = torch.tensor(sizes).view(2, 3, 4)
     parts = sizes_abc.nonzero().repeat_interleave(sizes_abc[sizes_abc > 0], dim=0)  # [m, 3], the part of each row
-    order = RowOrder.by_dims(sizes_abc, dims, len(parts))
+    order = RowOrder.of_parts(sizes_abc, lambda values: values.permute(*dims), len(parts))
     keys = [tuple(parts[row, list(dims)].tolist()) for row in range(len(parts))]
     assert order.index_m.tolist() == sorted(range(len(parts)), key=keys.__getitem__)
     assert order.undo(order.apply(parts)).equal(parts)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.search.planner import make_plan

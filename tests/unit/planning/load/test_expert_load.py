@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.what_if.layout import Layout, in_layout
 from megatron_lancet.lab.what_if.routing import even_share
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load

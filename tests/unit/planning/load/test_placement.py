@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.load.expert_load import LayerLoad
 from megatron_lancet.planning.load.placement import (
     contiguous,

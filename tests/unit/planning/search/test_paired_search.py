@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.plan_text.explanation_text import other_pairing_ms
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.search.planner import make_plan
@@ -14,8 +14,9 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.stages import split_at_stages
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from tests.draws import examples
+from tests.plan_text import read_plan
 from tests.unit.planning.strategies import machines
 
 pytestmark = pytest.mark.slow
@@ -81,7 +82,7 @@ def test_gaps_of_a_pair_are_filled_as_planned(host_polls):
     planned = make_plan(profile, dataclasses.replace(ONE_WAY, pairing=(True,), dw_policies=(DwPolicy.FILL,)))
     plan = planned.plan
     assert plan.is_paired
-    assert Plan.from_json(plan.to_json()) == plan
+    assert read_plan(plan.to_json()) == plan
     if not host_polls:
         gaps = {gap.op: gap.weight_grads for gap in plan.gaps}
         assert gaps

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.search.dynamic_program import DwGuess, DynamicProgram
 from megatron_lancet.planning.search.planner import make_plan
@@ -16,6 +16,7 @@ from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.schedule.ops import Compute, Wait
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.draws import examples
+from tests.plan_text import read_plan
 from tests.unit.planning.strategies import ALONE, EVEN, machines, machines_and_plans
 
 pytestmark = pytest.mark.slow
@@ -134,7 +135,7 @@ def test_planner_is_deterministic(machine):
     plans = [make_plan(synthetic_profile(machine), max_exhaustive=0) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].plan.to_json() == plans[1].plan.to_json()
-    assert Plan.from_json(plans[0].plan.to_json()) == plans[0].plan
+    assert read_plan(plans[0].plan.to_json()) == plans[0].plan
 
 
 def test_planner_chooses_one_chunk_where_chunks_cost_more():
@@ -246,7 +247,7 @@ def test_every_dw_is_in_a_gap_where_the_host_does_not_poll(machine_and_plan, win
     simulator = Simulator(CostModel(profile))
     plan = Plan(plan.segments, DwPolicy.FILL, window)
     planned = dataclasses.replace(plan, gaps=best_fit_gaps(simulator, plan))
-    assert Plan.from_json(planned.to_json()) == planned
+    assert read_plan(planned.to_json()) == planned
     gaps = {gap.op: gap.weight_grads for gap in planned.gaps}
     for stage in simulator.stages(planned):
         verbs = [verb for verb, _, _ in stage.backward]

@@ -9,7 +9,7 @@ from benchmarks.synthetic_profile import OP_MS, Machine, synthetic_profile
 from megatron_lancet.cli.planning import add_limit_arguments, limits_of
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.dispatch import Dispatch

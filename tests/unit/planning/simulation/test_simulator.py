@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.profile import ChunkRouting, profile_from_json
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate

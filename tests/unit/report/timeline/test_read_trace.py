@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files.reader import RecordError
 from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views.bars import step_bars
 from megatron_lancet.lab.views.html import page
 from megatron_lancet.lab.views.run_page import run_page, write_run_page

@@ -10,12 +10,12 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority import grad_reduction
 from megatron_lancet.features.comm_priority.comm_scheduler import CommScheduler
 from megatron_lancet.features.comm_priority.feature import ActivePriority, CommPriorityFlags, choose_micro_ops
+from megatron_lancet.features.tuning.reductions import reduction_of
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction, MicroOps
 from megatron_lancet.training.megatron import seams
-from megatron_lancet.training.plan.reductions import reduction_of
 from tests.unit.training.configs import config_with
 
 FIRST = config_with(CommPriorityFlags(CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5))

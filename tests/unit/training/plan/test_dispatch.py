@@ -13,7 +13,7 @@ from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
 from megatron_lancet.features.two_hop.feature import nodes_to_connect, unknown_nodes_note
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.files import to_plain
+from megatron_lancet.files.records import to_plain
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch

@@ -10,20 +10,16 @@ import dataclasses
 import json
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any
+
+from megatron_lancet.files.records import Named
 
 MAX_COUNT = 10**5
 """Largest number of ranks, chunks or experts in a file: a damaged number must not fill the memory."""
-OMITTED_AT_DEFAULT = types.MappingProxyType({"omitted_at_default": True})
-"""Metadata of a dataclass field that is written only if it differs from its default.
-
-Plans that users read and edit stay short, and so do the many ops and chunks of a profile.
-"""
 _type_hints = cache(typing.get_type_hints)
 _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
@@ -39,38 +35,8 @@ class Range:
     high: int
 
 
-class Named(ABC):
-    """Base of objects that are known by name: files and flags hold the name.
-
-    Attributes:
-        name: names the object, and no other one of its kind.
-        absent: what to do about a name that this installation does not know, as the end of a message.
-    """
-
-    name: str
-    absent: ClassVar[str] = ""
-
-    @classmethod
-    @abstractmethod
-    def known(cls) -> Mapping[str, Self]:
-        """All of this kind, by name."""
-
-
 class RecordError(ValueError):
     """A file has unexpected content. The message says where, what was expected and what was found."""
-
-
-def to_plain(value: Any) -> Any:
-    """Convert dataclasses, tuples, enums and names into what ``json.dumps`` accepts; fields keep their order."""
-    if isinstance(value, Named):
-        return value.name
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in _written_fields(value)}
-    if isinstance(value, list | tuple):
-        return [to_plain(part) for part in value]
-    if isinstance(value, dict):
-        return {name: to_plain(part) for name, part in value.items()}
-    return value.value if isinstance(value, Enum) else value
 
 
 def from_plain[Record](kind: type[Record], value: Any, where: str) -> Record:
@@ -150,12 +116,6 @@ def read_text(path: Path) -> str:
         raise RecordError(f"{path}: can't be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RecordError(f"{path}: no JSON, or damaged: {error}") from error
-
-
-def _written_fields(value: Any) -> Iterator[dataclasses.Field[Any]]:
-    for field in dataclasses.fields(value):
-        if not (OMITTED_AT_DEFAULT.items() <= field.metadata.items() and getattr(value, field.name) == field.default):
-            yield field
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -15,6 +15,7 @@ from megatron_lancet.schedule.comm_dtype import FP8_GROUP, RowFormat
 
 _ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""
+_SIXTEEN_BYTES = torch.complex128
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _WIDTH_BYTES = {RowFormat.BF16: torch.bfloat16.itemsize, RowFormat.FP8: _FP8.itemsize}
@@ -81,7 +82,10 @@ class RowLayout:
             return values[0].contiguous()
         packed = tensors[0].new_empty((tensors[0].size(0), self._row_bytes), dtype=torch.uint8)
         for part, tensor in zip(self._columns(packed), values, strict=True):
-            part.copy_(tensor.reshape(part.shape))
+            target, source = _in_vectors(part), _in_vectors(tensor.reshape(part.shape))
+            if target.dtype is not source.dtype:
+                target, source = part, tensor.reshape(part.shape)
+            target.copy_(source)
         return packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -160,6 +164,15 @@ def _in_groups(rows_Nh: torch.Tensor) -> torch.Tensor:
 
 def _num_groups(num_elements: int) -> int:
     return -(-num_elements // FP8_GROUP)
+
+
+def _in_vectors(rows_Nh: torch.Tensor) -> torch.Tensor:
+    """The rows in elements of 16 bytes, if their addresses permit: a GPU then copies them to a column twice as fast."""
+    num_bytes = rows_Nh.element_size()
+    places = rows_Nh.size(1) * num_bytes, rows_Nh.stride(0) * num_bytes, rows_Nh.data_ptr()
+    if rows_Nh.stride(1) != 1 or any(place % _ALIGNMENT_BYTES for place in places):
+        return rows_Nh
+    return rows_Nh.view(_SIXTEEN_BYTES)
 
 
 def _aligned(num_bytes: int) -> int:

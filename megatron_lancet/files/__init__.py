@@ -1,0 +1,1 @@
+"""Files: records that are read and written, and writes that are whole or not at all."""

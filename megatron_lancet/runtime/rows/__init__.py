@@ -1,0 +1,1 @@
+"""Rows of tokens: packed into messages, copied, and summed."""
