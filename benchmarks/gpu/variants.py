@@ -36,6 +36,8 @@ PLANS: dict[str, Plan | None] = {
     MEGATRON_OVERLAP: None,
 }
 """Plans by the variant's name; None where Megatron's own modules run."""
+GRAPHS = ", graphs"
+"""End of the name of a variant whose attention and routing are captured."""
 _OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 _GROUPED = {"moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 _TIMEOUT = timedelta(minutes=5)
@@ -104,8 +106,9 @@ class Variant:
 
     @staticmethod
     def named(name: str) -> "Variant":
-        """The one that the benchmark measures under a name of :data:`PLANS`."""
-        return Variant(PLANS[name], _OVERLAP if name == MEGATRON_OVERLAP else {})
+        """The one that the benchmark measures under a name of :data:`PLANS`, with :data:`GRAPHS` behind it or not."""
+        plan = PLANS[name.removesuffix(GRAPHS)]
+        return Variant(plan, _OVERLAP if name == MEGATRON_OVERLAP else {}, is_captured=name.endswith(GRAPHS))
 
 
 def why_megatron_refuses(work: Work) -> str | None:

@@ -290,6 +290,7 @@ def _cell(value: Any) -> str:
 
 _SECTIONS: dict[str, Section] = {
     "timing": _timing,
+    "graphs": _steps,
     "smoke": _smoke,
     "gradients": _gradients,
     "ranks": _ranks,
@@ -299,4 +300,9 @@ _SECTIONS: dict[str, Section] = {
     "memcheck": _plain("errors", "steps", "why"),
 }
 """How the results of each part are shown, in the order of the page."""
-_IN_DOCUMENTS: dict[str, Section] = {"timing": _steps, "gradients": _gradients, "host_time": _host_time}
+_IN_DOCUMENTS: dict[str, Section] = {
+    "timing": _steps,
+    "graphs": _steps,
+    "gradients": _gradients,
+    "host_time": _host_time,
+}

@@ -1,6 +1,6 @@
 """The timing part of the GPU check: all variants in turns, on links and free; one that fails is left out."""
 
-from benchmarks.gpu.check.part import machine, timing
+from benchmarks.gpu.check.part import graphs, machine, timing
 from benchmarks.gpu.check.summary import measured
 from benchmarks.gpu.table import found_in
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner
@@ -30,6 +30,15 @@ def test_all_variants_take_turns_and_one_that_fails_is_left_out(tmp_path):
         assert samples.gradient_error < 0.05
     assert [*found.samples["free"]] == [STOCK]
     assert set(measured(records, ["10:350"])) == {*found.samples[LINK], "ideal"}
+
+
+def test_steps_with_graphs_run_beside_those_without(tmp_path):
+    found = found_in(all_of(graphs.run, tmp_path))
+    assert not found.skipped
+    assert [*found.samples[LINK]] == [*graphs.VARIANTS]
+    for samples in found.samples[LINK].values():
+        assert len(samples.step_ms) == 2
+        assert samples.gradient_error < 0.05
 
 
 def test_the_machine_is_described(tmp_path):
