@@ -111,10 +111,10 @@ def rows_in_the_order_of_arrival(stack: ExitStack) -> None:
     """Negative control: experts get the rows of ways one after the other, and not in stock's order."""
     from megatron_lancet.features.two_hop import dispatcher as two_hop
 
-    def by_dims(sizes: Any, dims: Any, num_rows: int) -> Any:
+    def of_parts(sizes: Any, reordered: Any, num_rows: int) -> Any:
         return SimpleNamespace(index_m=torch.arange(num_rows))
 
-    stack.enter_context(replaced(two_hop, "RowOrder", SimpleNamespace(by_dims=by_dims)))
+    stack.enter_context(replaced(two_hop, "RowOrder", SimpleNamespace(of_parts=of_parts)))
 
 
 IN_DAMAGE = Case(_EIGHT, ONE, "EP4")
