@@ -18,6 +18,7 @@ from megatron_lancet.features.cuda_graphs.limits import blockers, clear_megatron
 from megatron_lancet.features.cuda_graphs.stage import StageGraphs, is_captured
 from megatron_lancet.flags import CheckedFlags, flag, words
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.plan.attention import drop_masks
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, may_overlap
 from megatron_lancet.training.process.console import say
 
@@ -81,9 +82,7 @@ class CudaGraphs(Feature):
                 setattr(args, _ASKED, True)
         if not self.is_asked(args, config):
             return
-        if args.create_attention_mask_in_dataloader and not args.reset_attention_mask:
-            args.create_attention_mask_in_dataloader = False
-            yield "--no-create-attention-mask-in-dataloader is on: attention masks the future without a mask's tensor"
+        yield from drop_masks(args)
         if args.transformer_impl == TRANSFORMER_ENGINE and not args.te_rng_tracker:
             args.te_rng_tracker = True
             yield "--te-rng-tracker is on, as Megatron needs it for CUDA graphs"

@@ -41,8 +41,8 @@ class Rows(NamedTuple):
 def num_distinct_rows(probs_tE: torch.Tensor, most_rows: int, routes: PendingRoutes[Any] | Routes) -> int:
     """The number of distinct rows to make of a chunk, which are always counted.
 
-    On CUDA the host does not wait for the counts here: the device would run out of work in front of each message. It
-    makes as many rows as there may be, and the rows that are left over stay here.
+    On CUDA the host does not wait for the counts here, and makes as many rows as there may be: the device would run out
+    of work. Rows that are left over stay here.
 
     Args:
         most_rows: the largest number of rows.

@@ -22,11 +22,7 @@ def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
 
 
 class RowOrder:
-    """A permutation of m rows, and its inverse.
-
-    Attributes:
-        index_m: the present place of each row of the new order.
-    """
+    """A permutation of m rows, and its inverse."""
 
     def __init__(self, index_m: torch.Tensor, inverse_m: torch.Tensor) -> None:
         """

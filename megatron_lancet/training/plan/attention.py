@@ -1,6 +1,7 @@
 """Chooses between Megatron's core attention and torch's fused kernel, and checks the choice."""
 
 import argparse
+from collections.abc import Iterator
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
@@ -33,6 +34,13 @@ def may_use_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Whether plans without sequence chunks may have torch's fused kernel, and need not."""
     is_free = config.attention is AttentionChoice.AUTO and needs_own_attention(args) is None
     return is_free and args.transformer_impl == "local" and not sdpa_blockers(args)
+
+
+def drop_masks(args: argparse.Namespace) -> Iterator[str]:
+    """Lets the data loader make no masks unless they cut samples: torch's fused kernel skips the future without one."""
+    if args.create_attention_mask_in_dataloader and not args.reset_attention_mask:
+        args.create_attention_mask_in_dataloader = False
+        yield "--no-create-attention-mask-in-dataloader is on: attention masks the future without a mask's tensor"
 
 
 def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:

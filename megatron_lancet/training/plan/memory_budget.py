@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 USABLE_SHARE = 0.9
 """Share of the memory left that plans may use: the rest is lost to fragmentation and to what profiles do not see."""
-_BYTES_PER_RSS_UNIT = 1024
 
 
 def least_room_bytes(device: torch.device) -> int:
@@ -27,5 +26,5 @@ def _room_bytes(device: torch.device) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         free_bytes = psutil.virtual_memory().available // ranks_here
         held_bytes = psutil.Process().memory_info().rss
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_RSS_UNIT
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kilobytes
     return max(0, free_bytes + held_bytes - peak_bytes)

@@ -8,7 +8,9 @@ another version of Megatron or for many layouts.
 import argparse
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.training.plan.attention import drop_masks, uses_sdpa
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan.support import may_overlap
 
 _LEARNED_POSITIONS = "learned_absolute"
 
@@ -22,9 +24,7 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     lines = []
     if args.tokenizer_type is None and args.vocab_file and args.merge_file:
         args.tokenizer_type = "GPT2BPETokenizer"
-        lines.append(
-            "--tokenizer-type is missing: GPT2BPETokenizer, because --vocab-file and --merge-file are its files"
-        )
+        lines.append("--tokenizer-type is missing: GPT2BPETokenizer, which --vocab-file and --merge-file belong to")
     if args.tp_comm_overlap and args.tensor_model_parallel_size == 1:
         args.tp_comm_overlap = False
         lines.append("--tp-comm-overlap is off: without tensor parallelism there is nothing for it to overlap")
@@ -41,9 +41,9 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
         lines += feature.normalize(args, config)
     if args.dataloader_inter_document_masking and args.reset_attention_mask:
         args.reset_attention_mask = False
-        lines.append(
-            "--reset-attention-mask is off: --dataloader-inter-document-masking keeps documents apart without a mask"
-        )
+        lines.append("--reset-attention-mask is off: --dataloader-inter-document-masking keeps documents apart")
+    if args.transformer_impl == "local" and (uses_sdpa(args, config) or may_overlap(args, config)):
+        lines += drop_masks(args)
     positions, length = args.max_position_embeddings, args.seq_length
     kind = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     if positions and length and positions < length and kind != _LEARNED_POSITIONS:

@@ -230,8 +230,10 @@ def test_dry_run_of_local_modules_needs_other_packages(dry_run):
     if not has_package("transformer_engine"):
         assert sum("transformer_engine is not installed" in warning for warning in findings.warnings) == 2
     assert "--no-persist-layer-norm is on: there is no such kernel for RMSNorm" in findings.changes
+    assert any("--no-create-attention-mask-in-dataloader is on" in change for change in findings.changes)
     kernels = ("--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm")
-    plain = dry_run(MIXTRAL, "--transformer-impl", "local", *kernels)
+    no_masks = "--no-create-attention-mask-in-dataloader"
+    plain = dry_run(MIXTRAL, "--transformer-impl", "local", *kernels, no_masks)
     assert plain.changes == []
     assert not any(name in text for text in plain.warnings for name in ("transformer_engine", "apex"))
     norms = dry_run(MIXTRAL, "--transformer-impl", "local", "--normalization", "LayerNorm")
