@@ -1,4 +1,4 @@
-"""The kernel compiled for a device, which needs none: Triton's compiler starts an assembler."""
+"""The kernels compiled for a device, which needs none: Triton's compiler starts an assembler."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.triton_kernels import loaded_kernels
+from tests.triton_kernels import ROW_SUMS, loaded_kernels
 
 
 def _paced_copy(unit: int, is_aligned: bool) -> str:
@@ -59,3 +59,16 @@ def test_paced_copy_spills_no_registers(own_cache, tmp_path, unit, is_aligned):
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert int(re.search(r"Used (\d+) registers", report)[1]) * 512 <= 65536, "a block fits an SM"
+
+
+@pytest.mark.parametrize(("dtype", "num_loads"), [("bf16", 1), ("fp32", 2)])
+def test_sum_of_rows_loads_16_bytes_at_a_time(own_cache, dtype, num_loads):
+    kernel = loaded_kernels(interpreted=False, name=ROW_SUMS).row_sum_kernel
+    types = dict.fromkeys(inspect.signature(kernel.fn).parameters, "i32")
+    types |= {"rows": f"*{dtype}", "sums": f"*{dtype}", "order": "*i64", "ends": "*i64", "BLOCK": "constexpr"}
+    aligned = ("rows", "sums", "row_stride", "num_elements")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name in aligned}
+    source = ASTSource(fn=kernel, signature=types, constexprs={"BLOCK": 1024}, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert compiled.asm["cubin"], "the assembler takes it"
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) == num_loads
