@@ -1,4 +1,4 @@
-"""What to run first on a machine with a GPU: nine minutes, no network, no installation, and each result saved at once.
+"""What to run first on a machine with a GPU: ten minutes, no network, no installation, and each result saved at once.
 
     python3 tools/check_gpu.py --carry wheels      # where there is a network: fetches what the GPU machine may lack
     python3 tools/check_gpu.py results             # on the GPU machine, in a copy of this folder with wheels in it

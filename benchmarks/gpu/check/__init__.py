@@ -1,4 +1,4 @@
-"""The first nine minutes on a GPU, in parts that save as they go: ``tools/check_gpu.py`` runs all of them."""
+"""The first ten minutes on a GPU, in parts that save as they go: ``tools/check_gpu.py`` runs all of them."""
 
 import os
 import signal

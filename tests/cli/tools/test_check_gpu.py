@@ -151,8 +151,8 @@ def test_children_of_a_part_end_with_it(tmp_path):
     pytest.fail(f"process {child} still runs")
 
 
-def test_parts_end_within_nine_minutes_and_have_modules():
-    assert TOTAL_LIMIT_S < 540
+def test_parts_end_within_ten_minutes_and_have_modules():
+    assert TOTAL_LIMIT_S < 600
     assert sum(max(part.limit_s for part in turn) for turn in turns(PARTS)) <= TOTAL_LIMIT_S
     for part in PARTS:
         assert importlib.util.find_spec(f"benchmarks.gpu.check.part.{part.name}") is not None
