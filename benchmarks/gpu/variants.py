@@ -37,7 +37,7 @@ PLANS: dict[str, Plan | None] = {
 }
 """Plans by the variant's name; None where Megatron's own modules run."""
 GRAPHS = ", graphs"
-"""End of the name of a variant whose attention and routing are captured."""
+"""Suffix of a variant's name: attention and routing are captured."""
 _OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 _GROUPED = {"moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 _TIMEOUT = timedelta(minutes=5)
@@ -106,7 +106,7 @@ class Variant:
 
     @staticmethod
     def named(name: str) -> "Variant":
-        """The one that the benchmark measures under a name of :data:`PLANS`, with :data:`GRAPHS` behind it or not."""
+        """The variant of a name in :data:`PLANS`; :data:`GRAPHS` at its end captures attention and routing."""
         plan = PLANS[name.removesuffix(GRAPHS)]
         return Variant(plan, _OVERLAP if name == MEGATRON_OVERLAP else {}, is_captured=name.endswith(GRAPHS))
 

@@ -1,4 +1,4 @@
-"""Records as plain values, which ``files.py`` reads back."""
+"""Records as plain values, which ``reader.py`` reads back."""
 
 import dataclasses
 import types

@@ -37,7 +37,7 @@ PARTS = (
     Part("memcheck", "compute-sanitizer on one step", 90),
     Part("link", "the modelled link alone, against its formula", 25, has_times=True),
     Part("timing", "steps of each plan in turns", 220, has_times=True),
-    Part("graphs", "steps with and without CUDA graphs, which launches bound", 70, has_times=True),
+    Part("graphs", "launch-bound steps with and without CUDA graphs", 70, has_times=True),
     Part("beside", "a GEMM beside a message", 40, has_times=True),
     Part("host_time", "host time of each op", 70, has_times=True),
 )

@@ -114,7 +114,7 @@ class DeduplicatedDispatcher:
 
         Args:
             routing_map_tE: bool.
-            num_rows: d, or more; further rows are left over.
+            num_rows: d, or more; further rows are surplus.
 
         Returns:
             Tokens [d, H] and, for each, the probabilities of the rank's experts and its choice of them, [d, e + c];

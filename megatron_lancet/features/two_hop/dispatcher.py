@@ -135,7 +135,7 @@ class TwoHopDispatcher:
 
         Args:
             routing_map_tE: bool.
-            num_rows: d, or more; further rows are left over.
+            num_rows: d, or more; further rows are surplus.
 
         Returns:
             Tokens [d, H] and, for each, the probabilities of the node's experts and its choice of them; and how to put

@@ -42,7 +42,7 @@ def num_distinct_rows(probs_tE: torch.Tensor, most_rows: int, routes: PendingRou
     """The number of distinct rows to make of a chunk, which are always counted.
 
     On CUDA the host does not wait for the counts here, and makes as many rows as there may be: the device would run out
-    of work. Rows that are left over stay here.
+    of work. Surplus rows stay here.
 
     Args:
         most_rows: the largest number of rows.
@@ -63,7 +63,7 @@ def distinct_rows(
     Args:
         chosen_tE: bool.
         num_groups: G; the experts of a group are neighbours.
-        num_rows: d, or more; further rows are left over.
+        num_rows: d, or more; further rows are surplus.
         copies: number of times that the rows of a group are made, one copy of all after the other.
     """
     num_experts = probs_tE.size(1) // num_groups

@@ -9,7 +9,7 @@ import triton.language as tl
 
 _BLOCK = 1024
 """Elements of a row that a block sums."""
-NUM_WARPS = 4
+_NUM_WARPS = 4
 
 
 def launch(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor, sums_pH: torch.Tensor) -> None:
@@ -17,7 +17,7 @@ def launch(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor, sum
     num_places, num_elements = sums_pH.shape
     grid = num_places, triton.cdiv(num_elements, _BLOCK)
     row_sum_kernel[grid](
-        rows_nH, rows_nH.stride(0), order_n, ends, sums_pH, num_elements, BLOCK=_BLOCK, num_warps=NUM_WARPS
+        rows_nH, rows_nH.stride(0), order_n, ends, sums_pH, num_elements, BLOCK=_BLOCK, num_warps=_NUM_WARPS
     )
 
 
@@ -25,7 +25,7 @@ def launch(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor, sum
 def row_sum_kernel(  # type: ignore[no-untyped-def]
     rows, row_stride, order, ends, sums, num_elements, BLOCK: tl.constexpr
 ):
-    """One block: a part of the sum of one place."""
+    """Sums up to ``BLOCK`` elements of the rows of one place."""
     place = tl.program_id(0).to(tl.int64)
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = elements < num_elements

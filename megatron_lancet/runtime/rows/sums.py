@@ -26,9 +26,9 @@ class Places:
     """The place of each row.
 
     Attributes:
-        index_n: for a row that is left over, any.
+        index_n: any place for a surplus row; surplus rows come last.
         num_places: p.
-        place_n: the same, but -1 for rows that are left over, which are behind all others; None if none are.
+        place_n: as ``index_n``, but -1 for surplus rows; None without surplus rows.
     """
 
     index_n: torch.Tensor
@@ -37,7 +37,7 @@ class Places:
 
     @cached_property
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows in the order of their places, [n], and where those of each place begin and end, [p + 1]."""
+        """Row numbers sorted by place, [n], and the bounds of each place in them, [p + 1]."""
         place_n = self.index_n if self.place_n is None else self.place_n
         by_place, order_n = place_n.to(torch.int32).sort(stable=True)
         places = torch.arange(self.num_places + 1, dtype=torch.int32, device=by_place.device)
@@ -48,10 +48,10 @@ class Places:
         return cast(torch.Tensor, Gathered.apply(values_pH, self.index_n, self._sums))
 
     def sums(self, rows_nH: torch.Tensor) -> torch.Tensor:
-        """The sums of the rows of each place, [p, H], added up in the order of the rows.
+        """Sums the rows of each place, in their order: [p, H].
 
         Args:
-            rows_nH: all rows, or those that are not left over.
+            rows_nH: the rows without surplus rows.
         """
         return cast(torch.Tensor, _Sums.apply(rows_nH, self))
 
@@ -97,11 +97,11 @@ def _has_kernel(rows_nH: torch.Tensor) -> bool:
 
 
 def sum_rows(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The sums of the rows of each place by one kernel, [p, H].
+    """Sums the rows of each place by one kernel: [p, H].
 
     Args:
-        order_n: rows in the order of their places.
-        ends: where the rows of each place begin and end in ``order_n``, [p + 1].
+        order_n: row numbers sorted by place.
+        ends: the bounds of each place in ``order_n``, [p + 1].
     """
     from megatron_lancet.runtime.rows.sum_kernel import launch
 

@@ -26,7 +26,7 @@ def _addmm_into(
 
 
 def _sum_rows(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The sums of ``sum_kernel.py``. Rows that are left over are summed before the first place, and dropped."""
+    """Sums as ``sum_kernel.py``. Surplus rows are summed before the first place, and dropped."""
     places = torch.arange(len(order_n), device=ends.device)
     following_n = torch.searchsorted(ends, places, right=True)
     sums = torch.zeros((len(ends), rows_nH.size(1)), dtype=torch.float32, device=rows_nH.device)
@@ -36,7 +36,7 @@ def _sum_rows(rows_nH: torch.Tensor, order_n: torch.Tensor, ends: torch.Tensor) 
 
 @contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Inside the context torch computes what CUDA's GEMM that adds a product of bf16 to fp32 does, and sums of rows."""
+    """Inside the context torch replaces the kernel for sums of rows and CUDA's GEMM that adds bf16 products to fp32."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("addmm.dtype_out", _addmm_into, "CPU")
     try:

@@ -1,4 +1,4 @@
-"""Sums of rows by place on a device, and their order of kernels: against sums in 64 bits, and the same each time."""
+"""Sums of rows by place: near the sums in 64 bits, and the same each time."""
 
 import pytest
 import torch

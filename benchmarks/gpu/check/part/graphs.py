@@ -1,6 +1,6 @@
-"""Steps with and without CUDA graphs in turns, at a size that launches bound.
+"""Launch-bound steps with and without CUDA graphs, in turns.
 
-The model is that of the part ``timing``, with a sixth of its tokens: micro-batches of 2 x 2048.
+The part ``timing`` has the same model and six times as many tokens. Micro-batches are 2 x 2048 tokens here.
 """
 
 from dataclasses import replace
