@@ -20,10 +20,9 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ from tqdm import tqdm
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
 from megatron_lancet.data.jsonl import iter_line_batches, open_input
-from megatron_lancet.data.lengths import as_json
 from megatron_lancet.data.parallel import ordered_map, start_fork_server
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files.atomic import atomic_outputs
@@ -55,19 +53,16 @@ class Output:
     Attributes:
         prefix: as Megatron's ``--data-path`` takes it.
         mask_prefix: of the dataset of its loss mask; None without one.
-        lengths: file of its histogram of lengths; None without one.
     """
 
     prefix: str
     mask_prefix: str | None = None
-    lengths: Path | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
         """All of them, the dataset's first."""
         prefixes = (self.prefix,) if self.mask_prefix is None else (self.prefix, self.mask_prefix)
-        datasets = tuple(file for prefix in prefixes for file in dataset_files(prefix))
-        return datasets if self.lengths is None else (*datasets, self.lengths)
+        return tuple(file for prefix in prefixes for file in dataset_files(prefix))
 
 
 @dataclass
@@ -79,14 +74,12 @@ class DatasetSummary:
     num_tokens: int = 0
     num_empty: int = 0
     num_labels: int | None = None
-    lengths: Counter[int] = field(default_factory=Counter)
 
     def count(self, documents: "EncodedDocuments") -> None:
         """Counts the documents of a batch."""
         self.num_documents += len(documents.lengths)
         self.num_tokens += len(documents.tokens)
         self.num_empty += documents.num_empty
-        self.lengths.update(documents.lengths)
         if documents.loss_mask is not None:
             self.num_labels = (self.num_labels or 0) + int(documents.loss_mask.sum())
 
@@ -129,11 +122,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--append-eod",
         action="store_true",
         help="end documents with the end-of-document id, as pairs of prompt and answer always do",
-    )
-    parser.add_argument(
-        "--write-lengths",
-        action="store_true",
-        help="also write PREFIX_KEY_lengths.json, the histogram of the documents' lengths, for simulate_plan.py",
     )
     parser.add_argument("--workers", type=positive_int, default=1, help="processes (default: 1)")
     parser.add_argument(
@@ -178,8 +166,7 @@ def outputs_of(arguments: argparse.Namespace) -> list[Output]:
     outputs = []
     for start in (f"{arguments.output_prefix}_{name}" for name in names):
         mask_prefix = f"{start}_loss_mask" if has_mask else None
-        lengths = Path(f"{start}_lengths.json") if arguments.write_lengths else None
-        outputs.append(Output(f"{start}_document", mask_prefix, lengths))
+        outputs.append(Output(f"{start}_document", mask_prefix))
     for output in outputs:
         for target in output.files:
             require_output_folder(target)
@@ -246,7 +233,7 @@ class Writer:
         self.summary.count(documents)
 
     def finish(self) -> DatasetSummary:
-        """Writes the indexes and the lengths, and closes the files.
+        """Writes the indexes and closes the files.
 
         Raises:
             UsageError: there is no document.
@@ -256,8 +243,6 @@ class Writer:
         self._tokens.finalize(str(self._files[1]))
         if self._mask is not None:
             self._mask.finalize(str(self._files[3]))
-        if self._output.lengths is not None:
-            self._files[-1].write_text(as_json(self.summary.lengths))
         return self.summary
 
 

@@ -2,14 +2,12 @@ r"""Predicts a step from a profile: its timeline, or a table over layouts.
 
 By default: the timeline of one plan, in the profiled layout or in the layout of the flags.
 With --world-sizes, or several --ep-size: one line per layout, for no overlap, two chunks everywhere, and a plan.
-With --lengths: one line per way of packing documents of such lengths into micro-batches.
 
   lancet plan simulate profile.json                        make a plan, show its timeline
   lancet plan simulate profile.json plan.json --spans      a plan's timeline, op by op
   lancet plan simulate profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
       --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
   lancet plan simulate profile.json --ep-size 2 4 8        choose the number of experts per rank
-  lancet plan simulate profile.json --lengths data/corpus_text_document --plan no-overlap
 
 docs/planner.md explains the computation and its limits.
 """
@@ -35,7 +33,6 @@ from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.files.records import to_plain
 from megatron_lancet.lab.views import text
-from megatron_lancet.lab.what_if import packings_table
 from megatron_lancet.lab.what_if import table as what_if_table
 from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
@@ -54,11 +51,6 @@ from megatron_lancet.lab.what_if.forecast import (
     two_chunks,
 )
 from megatron_lancet.lab.what_if.layout import Layout, why_not_several_nodes
-from megatron_lancet.lab.what_if.lengths_command import (
-    add_lengths_arguments,
-    forecaster_of_documents,
-    predicted_packings,
-)
 from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.plan_file import made_for, misfits
 from megatron_lancet.planning.profile import Profile
@@ -94,7 +86,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="in a table over layouts: also the step of a plan with each dispatch, - where it is impossible",
     )
     _add_layout_arguments(parser)
-    add_lengths_arguments(parser)
     add_reduction_arguments(parser)
     add_limit_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -105,10 +96,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--picture draws over cluster sizes: pass --world-sizes, and at most one --ep-size")
     if arguments.spans and is_table:
         parser.error("--spans belongs to one timeline: drop it, or --world-sizes and all but one --ep-size")
-    if arguments.lengths is not None and (arguments.spans or is_table):
-        parser.error("--lengths predicts steps of one layout: drop --spans, --world-sizes and all but one --ep-size")
-    if arguments.lengths is not None and arguments.pairing == "auto":
-        arguments.pairing = "off"  # what runs next to a micro-batch of documents is not predicted
     if arguments.each_dispatch:
         if not is_table:
             parser.error("--each-dispatch adds columns to a table: pass --world-sizes or several --ep-size too")
@@ -309,21 +296,6 @@ def print_timelines(simulation: Simulation, spans: bool, num_shown: int) -> None
             print("\n".join(text.all_spans(timeline)))
 
 
-def show_packings(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
-    """Predicts and prints one line per way of packing documents."""
-    documents = forecaster_of_documents(forecaster)
-    layout = one_layout(documents, arguments)
-    [planner] = planners_of(arguments, documents.profile).values()
-    found = predicted_packings(forecaster.profile, documents, layout, planner, arguments)
-    plain = {**_origin(forecaster.profile), **packings_table.as_plain(found)}
-    if arguments.format == "json":
-        print(json.dumps(plain, indent=1))
-    else:
-        print(packings_table.as_text(found) if arguments.format == "text" else packings_table.as_markdown(found))
-    if arguments.output is not None:
-        atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
-
-
 def _origin(profile: Profile) -> dict[str, object]:
     return {"profile": profile.model.name, "device": profile.device, "versions": profile.versions}
 
@@ -334,9 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_outputs(arguments.output, arguments.picture)
     forecaster = Forecaster(reduced_as_asked(load_profile(arguments.profile), arguments), network_of(arguments))
     try:
-        if arguments.lengths is not None:
-            show_packings(forecaster, arguments)
-        elif _is_table(arguments):
+        if _is_table(arguments):
             show_table(forecaster, arguments)
         else:
             show_timeline(forecaster, arguments)

@@ -5,7 +5,6 @@ from itertools import chain
 
 from benchmarks.bins.baselines import first_fit, one_a_row, padded
 from benchmarks.harness.cases import Case, Shape, select
-from megatron_lancet.lab.what_if.document_times import MicroBatch
 from megatron_lancet.planning.documents.bins import Dealing, balanced
 from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import fixed_plan
@@ -54,17 +53,17 @@ def dealings(shape: Shape, cost: DocumentCost) -> dict[str, Callable[[Drawn], De
     }
 
 
-def computed(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) -> list[list[MicroBatch]]:
-    """What the ranks compute in each micro-batch of a variant, padding included."""
+def computed_tokens(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) -> int:
+    """Tokens that all ranks compute in a step of a variant, padding included."""
     lengths = list(chain.from_iterable(drawn))
 
-    def of(indices: Sequence[int]) -> MicroBatch:
+    def of(indices: Sequence[int]) -> int:
         found = [lengths[index] for index in indices]
         if variant in (ROWS, PADDED):
-            return MicroBatch.padded(len(found), shape.seq_length if variant == ROWS else max(found))
-        return MicroBatch.packed(found)
+            return len(found) * (shape.seq_length if variant == ROWS else max(found))
+        return sum(found)
 
-    return [[of(indices) for indices in rank] for rank in dealing.bins]
+    return sum(of(indices) for rank in dealing.bins for indices in rank)
 
 
 def choose(cases: list[str], variants: list[str] | None) -> list[Case]:

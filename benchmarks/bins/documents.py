@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -12,8 +13,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from benchmarks.harness.cases import Shape
-from megatron_lancet.data.lengths import read_lengths
-from megatron_lancet.lab.what_if.packings import documents_that_fill, in_steps
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Documents:
     """A data set and the documents of its steps, the same on all ranks.
 
     Attributes:
-        histogram: number of documents by the tokens that a model sees of them.
         steps: lengths of the documents of each step, per rank.
         num_documents: of a step on a rank.
     """
@@ -45,10 +43,9 @@ class Documents:
         prefix = folder / f"{kind}_text_document"
         self._dataset = IndexedDataset(str(prefix))
         self._most = shape.seq_length
-        self.histogram = in_steps(read_lengths(prefix), shape.seq_length)
-        self.num_documents = documents_that_fill(self.histogram, filled * shape.micro_batches * shape.seq_length)
-        dice = random.Random(1)  # noqa: S311 - draws documents, keeps no secret
         usable = [index for index, length in enumerate(self._dataset.sequence_lengths.tolist()) if length > 1]
+        self.num_documents = round(filled * shape.micro_batches * shape.seq_length / fmean(map(self._length, usable)))
+        dice = random.Random(1)  # noqa: S311 - draws documents, keeps no secret
         self._numbers = [
             [dice.choices(usable, k=self.num_documents) for _ in range(num_ranks)] for _ in range(num_steps)
         ]

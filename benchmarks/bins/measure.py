@@ -1,7 +1,7 @@
 """Runs the documents of each step in all ways of packing in turns: equal losses, timed micro-batch by micro-batch."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import cycle
 from statistics import mean, median, quantiles
@@ -11,33 +11,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.bins.cases import BASELINE, FIELDS, FILLED, PADDED, PLAN, ROWS, computed, dealings
+from benchmarks.bins.cases import BASELINE, FIELDS, FILLED, PADDED, PLAN, ROWS, computed_tokens, dealings
 from benchmarks.bins.documents import Documents, MicroBatch, packed, padded_to
 from benchmarks.harness.bench import Bench, CpuWatch, WrongResultError, largest_error, say
 from benchmarks.harness.cases import Case, Variant, rotated
 from benchmarks.harness.rate import RateSearch
-from benchmarks.training_step.links import CPU, Link
+from benchmarks.training_step.links import Link
 from benchmarks.training_step.model import build, wrap
 from benchmarks.training_step.routing import set_expert_shares
-from megatron_lancet.files.records import to_plain
-from megatron_lancet.lab.what_if.document_times import ColumnTimes, as_one_sample, measured_pair_shares, profiled
-from megatron_lancet.lab.what_if.packings import Drawn, Packing, Ranks, Setting, predict_packings
-from megatron_lancet.model.gpt import overlap, set_plan
+from megatron_lancet.model.gpt import overlap
 from megatron_lancet.planning.documents.cost import DocumentCost
-from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.sizes.attention import tokens_per_pair
-from megatron_lancet.profiler.facts import ProfiledModel
-from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.plan import ChunkDim
 
 _LOSS_TOLERANCE = 1e-5
 _GRADIENT_TOLERANCE = 5e-3
 """Of its norm. Ways of packing sum in different orders, by which one token in 100,000 chooses another expert; a
 document that saw another one's tokens would change gradients by more than this."""
-_PROFILED_ROWS = 2
-"""Micro-batches of a step of the profile."""
 _RATE_CORRECTIONS = 3
 _ROWS_PER_RATE = 3
 
@@ -114,7 +105,7 @@ class _Model:
 
 
 class BinsBench(Bench):
-    """Runs the documents of each step in all ways of packing, in an order that rotates, between profiled steps."""
+    """Runs the documents of each step in all ways of packing, in an order that rotates."""
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Everything about a case, for the JSON file."""
@@ -133,7 +124,6 @@ class BinsBench(Bench):
         rate_bps = self.job.rate_bps or self._rate_for(case, model, row)
         self._set_rate(rate_bps)
         say(f"  {rate_bps / 1e6:.0f} Mbit/s")
-        sweeps, profile = self._in_turns(case, run, model, row)
         lengths = [length for step in documents.steps for rank in step for length in rank]
         return {
             **asdict(case),
@@ -150,9 +140,7 @@ class BinsBench(Bench):
             "computed_tokens": run.computed_tokens,
             "largest_gradient_error": error,
             "sample_fields": FIELDS,
-            "sweeps": sweeps,
-            "predictions": _predictions(case, profile, documents, cost),
-            "profile": to_plain(profile),
+            "sweeps": self._sweeps(run),
         }
 
     def _rate_for(self, case: Case, model: _Model, row: MicroBatch) -> float:
@@ -174,29 +162,14 @@ class BinsBench(Bench):
         assert search is not None
         return search.rate_bps
 
-    def _in_turns(
-        self, case: Case, run: "_Runs", model: _Model, row: MicroBatch
-    ) -> tuple[list[dict[str, Any]], Profile]:
-        """All sweeps, with rounds of profiled steps between their steps: so both see the same machine. Collective."""
-        plans = plans_to_profile(1, case.shape.seq_length, [ChunkDim.SEQUENCE], chunk_counts=[2, 4])
-        profiled_model = ProfiledModel((model.module,), CPU, 1, case.shape.seq_length, _PROFILED_ROWS)
-        profile_run = ProfileRun(profiled_model, plans * self.job.sweeps * self.job.repeats, num_traced_steps=1)
-        numbers = iter(range(len(profile_run.plans)))
-
-        def profile_round() -> None:
-            for _ in range(2 * len(plans)):  # each is not traced, then traced
-                number = next(numbers)
-                set_plan(model.module, profile_run.plans[number])
-                with profile_run.step(number):
-                    model.step([row] * _PROFILED_ROWS, 2 * _PROFILED_ROWS * row.tokens.numel())
-            set_plan(model.module, PLAN)
-
+    def _sweeps(self, run: "_Runs") -> list[dict[str, Any]]:
+        """Samples of all sweeps, and what disturbed them. Collective."""
         sweeps = []
         for index in range(self.job.sweeps):
             watch = CpuWatch(self.job.cores)
-            found = run.sweep(profile_round)
+            found = run.sweep()
             sweeps.append({"disturbance": watch.seen(f"sweep {index + 1} of {self.job.sweeps}"), **found})
-        return sweeps, profile_run.finish()
+        return sweeps
 
 
 class _Runs:
@@ -214,7 +187,7 @@ class _Runs:
         self.num_tokens = [sum(map(sum, step)) for step in documents.steps]
         self.computed_tokens = {
             name: [
-                sum(batch.num_tokens for rank in computed(name, drawn, dealing, case.shape) for batch in rank)
+                computed_tokens(name, drawn, dealing, case.shape)
                 for drawn, dealing in zip(documents.steps, dealings_of_steps, strict=True)
             ]
             for name, dealings_of_steps in self._deals.items()
@@ -250,11 +223,8 @@ class _Runs:
                 largest = max(largest, error)
         return largest
 
-    def sweep(self, between: Callable[[], None]) -> dict[str, Any]:
+    def sweep(self) -> dict[str, Any]:
         """All steps, each in all ways of packing. Collective.
-
-        Args:
-            between: runs after each step.
 
         Raises:
             WrongResultError: a way of packing changes the loss of a step.
@@ -276,7 +246,6 @@ class _Runs:
             largest = max(largest, *(abs(loss / losses[BASELINE] - 1) for loss in losses.values()))
             if largest > _LOSS_TOLERANCE:
                 raise WrongResultError(f"a way of packing changes the loss of step {number} by {largest:.1e} of it")
-            between()
         return {"largest_loss_error": largest, "samples": samples, "compute_ms": compute_ms}
 
 
@@ -289,32 +258,6 @@ def _on_all_ranks(
     dist.all_gather(everyone, own)
     ranks = [dict(zip(FIELDS, found.tolist(), strict=False)) for found in everyone]
     return ranks, [found[len(FIELDS) :].tolist() for found in everyone]
-
-
-def _predictions(case: Case, profile: Profile, documents: Documents, cost: DocumentCost) -> dict[str, Any]:
-    """Of the same steps, by variant, from the profile of full rows."""
-    shape, num_ranks = case.shape, dist.get_world_size()
-    setting = Setting(
-        num_ranks=num_ranks,
-        ep_size=num_ranks,
-        num_stages=1,
-        num_micro_batches=shape.micro_batches,
-        num_documents=documents.num_documents,
-        num_rows=1,
-        seq_length=shape.seq_length,
-    )
-    shares = measured_pair_shares(profile)
-    times = ColumnTimes(as_one_sample(profile), PLAN, shares, profiled(profile.model))
-
-    def packing(variant: str) -> Packing:
-        def packed(drawn: Drawn) -> Ranks:
-            return computed(variant, drawn, dealings(shape, cost)[variant](drawn), shape)
-
-        return packed
-
-    ways = {name: packing(name) for name in case.variants}
-    found = predict_packings(documents.steps, setting, ways, times, profile.rest_ms)
-    return {"pair_shares": asdict(shares), **{step.name: asdict(step) for step in found}}
 
 
 BENCH = BinsBench

@@ -1,4 +1,4 @@
-"""From raw samples to the table: tokens of documents per second, spread over ranks, prediction. Plain Python."""
+"""From raw samples to the table: tokens of documents per second, spread over ranks. Plain Python."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ _HEADINGS = (
     "spread over ranks",
     "waits",
     "padding",
-    "predicted step, off by",
 )
 
 
@@ -43,7 +42,6 @@ class Row:
         waits: share of the steps that compute waited for rows and counts, mean of the ranks.
         padding: share of the computed positions that belong to no document.
         step_ms: mean of the slower rank's.
-        predicted_step_ms: from a profile of full rows.
     """
 
     name: str
@@ -54,12 +52,6 @@ class Row:
     waits: float
     padding: float
     step_ms: float
-    predicted_step_ms: float
-
-    @property
-    def error(self) -> float:
-        """Of the predicted step, relative to the measured one; below 0 if that took longer."""
-        return self.predicted_step_ms / self.step_ms - 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,6 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
         waits=sum(map(mean("exposed_ms"), steps)) / sum(map(mean("step_ms"), steps)),
         padding=1 - num_tokens / sum(case["computed_tokens"][name]),
         step_ms=fmean(own),
-        predicted_step_ms=case["predictions"][name]["step_ms"],
     )
 
 
@@ -154,7 +145,6 @@ def _cells(case: CaseSummary) -> list[tuple[str, ...]]:
             f"{100 * row.spread:.1f} %",
             f"{100 * row.waits:.0f} %",
             f"{100 * row.padding:.0f} %",
-            f"{100 * row.error:+.1f} %",
         )
         for row in case.rows
     ]

@@ -175,14 +175,12 @@ def _causes() -> Iterator[list[str]]:
 
 
 def _bins() -> Iterator[list[str]]:
-    speed, padding, spreads, errors = [], [], [], []
+    speed, padding, spreads = [], [], []
     for name, quoted in newest("bins").items():
         rows = bins_summary(quoted.case).rows
         padded = {row.name: row.tokens_per_s for row in rows if row.name in ("padded", "rows")}
         for row in rows:
             where = f"`{name}` `{row.name}`"
-            error = round(row.error, 3)
-            errors.append(Figure(where, error, abs(error) <= 0.05, quoted.mark))
             if row.name == "balanced":
                 gain = round(row.all_over_baseline, 2)
                 speed.append(Figure(where, gain, gain >= 1.15, quoted.mark))
@@ -193,7 +191,6 @@ def _bins() -> Iterator[list[str]]:
     yield target_row(f"balanced bins: 1.15x the tokens per second of `{BASELINE}`", speed, _RATIO)
     yield target_row("balanced bins: 2x the tokens per second of padding", padding, _RATIO)
     yield target_row("balanced bins: ranks' compute within 5 %", spreads, _PERCENT)
-    yield target_row("bins: predicted steps within 5 %", errors, "{:+.1%}".format)
 
 
 def _from_trace() -> Iterator[list[str]]:

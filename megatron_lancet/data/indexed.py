@@ -85,14 +85,6 @@ def check_dataset(prefix: str) -> TokenFile:
     return TokenFile(prefix, dtype, num_sequences, int(lengths.sum(dtype=np.int64)), in_order)
 
 
-def sequence_lengths(prefix: str) -> np.ndarray:
-    """Tokens of each sequence [num_sequences] int32 of a dataset that :func:`check_dataset` has accepted."""
-    with Path(f"{prefix}.idx").open("rb") as file:
-        head = file.read(len(_HEADER) + _FIXED.size)
-    _, num_sequences, _ = _read_head(head, Path(f"{prefix}.idx"))
-    return np.fromfile(f"{prefix}.idx", dtype="<i4", offset=len(head), count=num_sequences)
-
-
 def _damaged(idx: Path, why: str) -> UsageError:
     return UsageError(f"{idx} is damaged, or no index of tokens: {why}. Rebuild it with lancet data encode.")
 

@@ -13,7 +13,7 @@ def as_text(
     """A line for each layer: most loaded rank over mean, before and after, and the rows between nodes.
 
     Args:
-        placements: the expert of each slot, by layer; replicas included.
+        placements: the expert of each slot, by layer.
         ranks_per_node: None to leave rows between nodes out.
     """
     header = ["layer", "most/mean before", "after", "experts moved"]
@@ -32,6 +32,6 @@ def as_text(
 
 
 def _num_moved(placement: Sequence[int], before: Sequence[int], ep_size: int) -> int:
-    """Slots whose expert was on another rank before, replicas included."""
+    """Slots whose expert was on another rank before."""
     home = {expert: slot * ep_size // len(before) for slot, expert in enumerate(before)}
     return sum(home[expert] != slot * ep_size // len(placement) for slot, expert in enumerate(placement))

@@ -69,7 +69,7 @@ def test_dataset_equals_direct_encoding_with_any_workers(
 ) -> None:
     monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 50_000)
     for workers, model in ((1, folder), (2, folder / "tokenizer.json")):
-        flags = ["--append-eod", "--write-lengths", "--workers", str(workers)]
+        flags = ["--append-eod", "--workers", str(workers)]
         preprocess_data.main(arguments_for(corpus, tmp_path / f"data{workers}", model, *flags))
     one, two = (tmp_path / f"data{workers}_text_document" for workers in (1, 2))
     expected = [[*direct_ids(folder, text), 0] for text in texts]
@@ -78,8 +78,6 @@ def test_dataset_equals_direct_encoding_with_any_workers(
     assert IndexedDataset(str(one)).index.dtype is np.uint16
     for suffix in (".bin", ".idx"):
         assert Path(f"{one}{suffix}").read_bytes() == Path(f"{two}{suffix}").read_bytes()
-    lengths = json.loads((tmp_path / "data1_text_lengths.json").read_text())["lengths"]
-    assert sum(int(length) * count for length, count in lengths.items()) == sum(map(len, expected))
 
 
 def test_pairs_have_masks_as_with_other_tokenizers(tmp_path: Path, folder: Path, preprocess_data: ModuleType) -> None:

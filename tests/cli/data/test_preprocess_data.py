@@ -15,7 +15,6 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lancet.data.encode import TokenizerSettings, build_tokenizer
-from megatron_lancet.data.lengths import read_lengths
 from megatron_lancet.errors import UsageError
 
 POLL_S = 0.05
@@ -102,16 +101,13 @@ def test_prompt_and_its_answer_are_one_document_with_loss_mask(
     corpus = write_lines(
         tmp_path / "corpus.jsonl", '{"q": "1 2", "a": "3"}', "", '{"a": "4 5 6", "q": ""}', '{"q": "7", "a": "8"}'
     )
-    keys = ["--prompt-key", "q", "--answer-key", "a", "--write-lengths"]
+    keys = ["--prompt-key", "q", "--answer-key", "a"]
     preprocess_data.main(null_arguments(corpus, tmp_path / "data", 100, *keys))
     assert read_documents(tmp_path / "data_q_a_document") == [[1, 2, 3, 99], [4, 5, 6, 99], [7, 8, 99]]
     assert read_documents(tmp_path / "data_q_a_loss_mask") == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1]]
     assert IndexedDataset(str(tmp_path / "data_q_a_loss_mask")).index.dtype is np.uint8
     assert "data_q_a_document: 3 documents, 11 tokens, 8 of them labels; " in capsys.readouterr().out
-    assert (tmp_path / "data_q_a_lengths.json").read_text() == '{"lengths": {"3": 1, "4": 2}}\n'
-    assert read_lengths(tmp_path / "data_q_a_lengths.json") == {3: 1, 4: 2}
-    assert read_lengths(tmp_path / "data_q_a_document") == {3: 1, 4: 2}
-    assert len(list(tmp_path.iterdir())) == 1 + 5
+    assert len(list(tmp_path.iterdir())) == 1 + 4
 
 
 @pytest.mark.parametrize(

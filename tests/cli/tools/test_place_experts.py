@@ -1,7 +1,6 @@
 """The placing tool from end to end, and what it refuses."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -58,20 +57,9 @@ def test_place_experts_shows_rows_between_nodes_of_a_profile(run, tmp_path):
         run(path)
 
 
-def test_place_experts_writes_a_map_with_replicas(run, load, tmp_path):
-    output = tmp_path / "location.json"
-    table = run(load, "--replicas", 2, "--format", "sglang", "--output", output)
-    assert table.splitlines()[1].split()[:3] == ["1", "1.75", "1.00"]
-    layers = json.loads(output.read_text())["physical_to_logical_map"]
-    assert [len(layer) for layer in layers] == [6, 6]
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--replicas", 2), "--replicas 2 is for servers: pass --format"),
-        (("--replicas", 2, "--format", "vllm", "--ranks-per-node", 2), "drop --ranks-per-node"),
-        (("--replicas", 1, "--format", "vllm"), "4 experts and 1 replicas can't be spread evenly over 2 ranks"),
         (("--ep-size", 3), "no placement: 4 experts can't be spread evenly over 3 ranks. Change --ep-size"),
         (("--output", "/nowhere/placement.json"), "output folder /nowhere does not exist"),
     ],

@@ -151,26 +151,6 @@ def test_what_if_writes_a_table_and_a_picture_over_cluster_sizes(run, profile, t
     assert markdown.splitlines()[2].startswith("| 4 | 1 | 4 | 1 |")
 
 
-def test_packings_of_documents_are_compared(run, tmp_path):
-    path, lengths = tmp_path / "profile.json", tmp_path / "lengths.json"
-    sizes = {"micro_batch_size": 1, "seq_length": 256, "num_micro_batches": 4, "dims": tuple(ChunkDim)}
-    write_profile(path, **sizes)
-    lengths.write_text('{"lengths": {"3": 5, "40": 30, "200": 2, "900": 1}}')
-    argv = ("simulate_plan", path, "--plan", "no-overlap", "--steps", 3, "--lengths", lengths)
-    text = run(*argv, "--output", tmp_path / "out.json")
-    assert "on each of 4 ranks, 4 micro-batches of 256 tokens, EP 4; 3 steps drawn" in text
-    found = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())["steps"]}
-    assert list(found) == ["balanced on each rank", "balanced over all ranks", "padded to 256"]
-    best, worst = found["balanced over all ranks"], found["padded to 256"]
-    assert best["step_ms"] < found["balanced on each rank"]["step_ms"] < worst["step_ms"]
-    assert best["padding"] == 0 < worst["padding"]
-    assert f"{best['step_ms']:.1f}" in text
-    assert run(*argv, "--format", "markdown").count("\n") == 5
-    more = run(*argv, "--attention-cost", 0.001, "--ep-size", 2, "--num-micro-batches", 2)
-    assert "2 micro-batches of 256 tokens, EP 2" in more
-    assert "costs 0.001 tokens (--lancet-pack-attention-cost)" in more
-
-
 def test_plan_of_another_layout_is_simulated_with_a_note(tools, profile, tmp_path, capsys):
     foreign = dataclasses.replace(made_for(synthetic_profile(Machine("dmmm")).model), num_experts=64)
     write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(2), foreign))
@@ -257,7 +237,6 @@ DAMAGED = [
     ("simulate_plan", ["{profile}", "--world-sizes", "6"], "6 ranks are no multiple of EP size 4"),
     ("simulate_plan", ["{profile}", "--pp-size", "9"], "9 pipeline stages are more than the 4 layers"),
     ("simulate_plan", ["{lonely}", "--ep-size", "8"], "pass --intra-gbps"),
-    ("simulate_plan", ["{profile}", "--lengths", "none"], "no lengths at none"),
 ]
 
 
