@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,23 +31,31 @@ def shown(cases: dict[str, Case]) -> dict[str, Any]:
 
 
 def judged() -> dict[str, Any]:
-    """Runs each mutant of the product in the report's case, and the cases without a mutant.
-
-    Another run delays the first stream that makes numbers wrong in the report.
-    """
+    """Runs each mutant of the product in the report's case, and the cases without a mutant."""
     prepare()
-    rows = mutants.reported()
-    caught, wrong_when_late = {}, {}
     mutants.learn_orders()
+    caught = {row["mutant"]: mutants.fails(row["case"]) for row in _mutated_rows()}
+    return {"caught": caught, "clean": {name: mutants.fails(name) for name in MUTANT_CASES}}
+
+
+def wrong_when_late() -> dict[str, bool]:
+    """Whether each mutant makes numbers wrong when the first stream that does so in the report is late."""
+    prepare()
+    return {
+        row["mutant"]: mutants.is_wrong_when_late(row["case"], row["wrong_when_late"][0])
+        for row in _mutated_rows()
+        if row["wrong_when_late"]
+    }
+
+
+def _mutated_rows() -> Iterator[dict[str, Any]]:
+    """The report's rows with a case; the product has the row's mutant while the caller uses the row."""
+    rows = mutants.reported()
     for mutant, number in mutants.find().items():
         row = rows.get(str(mutant))
         if row and row["case"]:
             with mutants.mutated(mutant, number):
-                caught[row["mutant"]] = mutants.fails(row["case"])
-                for stream in row["wrong_when_late"][:1]:
-                    wrong_when_late[row["mutant"]] = mutants.is_wrong_when_late(row["case"], stream)
-    clean = {name: mutants.fails(name) for name in MUTANT_CASES}
-    return {"caught": caught, "wrong_when_late": wrong_when_late, "clean": clean}
+                yield row
 
 
 def all_shown(te: bool) -> dict[str, Any]:

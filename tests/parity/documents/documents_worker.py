@@ -15,7 +15,15 @@ from megatron_lancet.patching import around, replaced
 from tests.parity.documents.cases import CASES, LAYOUTS, LLAMA, PREDICTIONS, ROPE, WHOLE, Case, Samples, sequence
 from tests.parity.documents.samples import mask_of, micro_batch, params_of
 from tests.parity.gradients.connections import parallel
-from tests.parity.gradients.gradients_worker import build, close, gradients, logged_losses, plan_of, wrap_with_ddp
+from tests.parity.gradients.gradients_worker import (
+    build,
+    close,
+    gradients,
+    in_two_layers,
+    logged_losses,
+    plan_of,
+    wrap_with_ddp,
+)
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
 
 NUM_MICRO_BATCHES = 2
@@ -231,7 +239,7 @@ def in_layout(name: str) -> dict[str, Any]:
         results, stock_runs = {}, dict[str, Any]()
 
         def settled(case: Case) -> Case:
-            return case._replace(overrides={**settings, **case.overrides})
+            return case._replace(overrides=in_two_layers({**settings, **case.overrides}, case.plan))
 
         for case_name, case in CASES[name].items():
             results[f"{name}/{case_name}"] = compare(settled(case), nullcontext, stock_runs)

@@ -237,6 +237,18 @@ def run_stock(overrides) -> StockRun:
     return StockRun(weights, steps, logged_losses(), expert_bias_counts(model))
 
 
+def in_two_layers(overrides: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The overrides, with a first and a last layer where neither they nor the plan tell three layers apart.
+
+    The model without overrides, with whose messages others are compared, keeps its three.
+    """
+    named = (
+        overrides.keys() & {"num_layers", "moe_layer_freq", "frozen"} or overrides.get("recompute_method") == "block"
+    )
+    needs_three = not overrides or named or len(plan.segments) > 1 or plan.gaps
+    return overrides if needs_three else {**overrides, "num_layers": 2}
+
+
 def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, Any]:
     """:func:`compare_plan` with a fixed plan: arguments of :func:`plan_of`."""
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
@@ -284,7 +296,8 @@ def compare_plan(
     """
     from megatron_lancet.model.local_experts import grouped_linear
 
-    stock = stock_run(against or overrides)
+    overrides = in_two_layers(overrides, plan)
+    stock = stock_run(overrides if against is None else in_two_layers(against, plan))
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 

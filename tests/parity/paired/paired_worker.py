@@ -17,6 +17,7 @@ from tests.parity.gradients.gradients_worker import (
     build,
     close,
     gradients,
+    in_two_layers,
     largest,
     logged_losses,
     overlapping_model,
@@ -110,6 +111,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     """
     from megatron_lancet.features.pairing.schedules import paired_schedules
 
+    case = case._replace(overrides=in_two_layers(case.overrides, case.plan))
     overrides, plan, _, disturbed, nodes, max_rows = case
     stock = stock_run(case)
     our_model, config, precision = build(overrides)

@@ -74,7 +74,7 @@ def test_stock_losses_are_alike_in_all_layouts(one_rank, first_step, tmp_path, t
     layout, num_ranks, *facts = LAYOUTS[name]
     # A run that goes on from a checkpoint: Megatron counts the steps before the first one from there, and must stop in
     # the run's last step.
-    profiler = profiler_flags(2, NUM_ITERS, range(num_ranks), tmp_path)
+    profiler = profiler_flags(3, NUM_ITERS, range(num_ranks), tmp_path)
     flags = [*STOCK, *MODEL, *first_step, *EP2, *layout, *profiler]
     run = pretrain(token_data, flags, tmp_path, num_ranks, NUM_ITERS)
     check_losses(run, one_rank())
