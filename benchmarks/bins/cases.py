@@ -53,8 +53,8 @@ def dealings(shape: Shape, cost: DocumentCost) -> dict[str, Callable[[Drawn], De
     }
 
 
-def computed_tokens(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) -> int:
-    """Tokens that all ranks compute in a step of a variant, padding included."""
+def computed_tokens(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) -> list[list[int]]:
+    """Tokens that each rank computes in each micro-batch of a variant, padding included."""
     lengths = list(chain.from_iterable(drawn))
 
     def of(indices: Sequence[int]) -> int:
@@ -63,7 +63,7 @@ def computed_tokens(variant: str, drawn: Drawn, dealing: Dealing, shape: Shape) 
             return len(found) * (shape.seq_length if variant == ROWS else max(found))
         return sum(found)
 
-    return sum(of(indices) for rank in dealing.bins for indices in rank)
+    return [[of(indices) for indices in rank] for rank in dealing.bins]
 
 
 def choose(cases: list[str], variants: list[str] | None) -> list[Case]:

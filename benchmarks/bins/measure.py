@@ -187,7 +187,7 @@ class _Runs:
         self.num_tokens = [sum(map(sum, step)) for step in documents.steps]
         self.computed_tokens = {
             name: [
-                computed_tokens(name, drawn, dealing, case.shape)
+                sum(map(sum, computed_tokens(name, drawn, dealing, case.shape)))
                 for drawn, dealing in zip(documents.steps, dealings_of_steps, strict=True)
             ]
             for name, dealings_of_steps in self._deals.items()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bins.baselines import first_fit, padded
-from benchmarks.bins.cases import FIRST_FIT, PADDED, computed
+from benchmarks.bins.cases import FIRST_FIT, PADDED, computed_tokens
 from benchmarks.harness.cases import Shape
 from megatron_lancet.planning.documents.cost import DocumentCost
 
@@ -34,8 +34,7 @@ def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, way, tokens_per_pai
     assert all(indices for rank in dealing.bins for indices in rank)
     dealt = sorted(chain.from_iterable(chain.from_iterable(dealing.bins)))
     assert dealt == list(range(sum(map(len, drawn))))
-    batches = chain.from_iterable(computed(way, drawn, dealing, Shape(seq_length=64)))
-    most = max(batch.num_tokens for batch in batches)
+    most = max(chain.from_iterable(computed_tokens(way, drawn, dealing, Shape(seq_length=64))))
     assert most <= dealing.max_tokens
     assert dealing.max_tokens in (max_tokens, most)
 
@@ -59,8 +58,8 @@ def test_padded_program_of_a_large_step_is_done_in_parts():
     dealing = padded(drawn, 8, DocumentCost(1 / 2000), 10**6)
     assert sorted(chain.from_iterable(chain.from_iterable(dealing.bins))) == list(range(16 * 64))
     assert [len(rank) for rank in dealing.bins] == [8] * 16
-    batches = chain.from_iterable(computed(PADDED, drawn, dealing, Shape(seq_length=4096)))
-    assert 1 - sum(map(sum, drawn)) / sum(batch.num_tokens for batch in batches) < 0.25
+    num_computed = sum(map(sum, computed_tokens(PADDED, drawn, dealing, Shape(seq_length=4096))))
+    assert 1 - sum(map(sum, drawn)) / num_computed < 0.25
 
 
 def test_first_fit_keeps_samples_on_their_rank_and_in_order():
