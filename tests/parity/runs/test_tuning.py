@@ -16,7 +16,7 @@ from tests.ranks.pretraining import EP2, Run, command_line, pretrain
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("tuning_worker.py")
-NUM_ITERS, SAVED_AT = 140, 138
+NUM_ITERS, SAVED_AT = 180, 178
 """A race between six plans, and then with the attention kernel, takes at most 130 steps if a turn has one."""
 NUM_SCRIPTED_ITERS = 61
 TUNED = ["--lancet-tune-steps", "3"]
