@@ -49,7 +49,7 @@ def wrong_when_late() -> dict[str, bool]:
 
 
 def _mutated_rows() -> Iterator[dict[str, Any]]:
-    """The report's rows with a case; the product has the row's mutant while the caller uses the row."""
+    """Yields each row of the report that has a case, and applies its mutant until the next row is asked for."""
     rows = mutants.reported()
     for mutant, number in mutants.find().items():
         row = rows.get(str(mutant))

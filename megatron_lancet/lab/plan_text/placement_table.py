@@ -33,5 +33,6 @@ def as_text(
 
 def _num_moved(placement: Sequence[int], before: Sequence[int], ep_size: int) -> int:
     """Slots whose expert was on another rank before."""
-    home = {expert: slot * ep_size // len(before) for slot, expert in enumerate(before)}
-    return sum(home[expert] != slot * ep_size // len(placement) for slot, expert in enumerate(placement))
+    ranks = [slot * ep_size // len(before) for slot in range(len(before))]
+    home = dict(zip(before, ranks, strict=True))
+    return sum(home[expert] != rank for expert, rank in zip(placement, ranks, strict=True))

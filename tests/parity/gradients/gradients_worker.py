@@ -238,15 +238,13 @@ def run_stock(overrides) -> StockRun:
 
 
 def in_two_layers(overrides: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The overrides, with a first and a last layer where neither they nor the plan tell three layers apart.
+    """The overrides with two layers, unless they or the plan distinguish three.
 
-    The model without overrides, with whose messages others are compared, keeps its three.
+    The model without overrides keeps three: tests compare its messages with the messages of cases that need three.
     """
-    named = (
-        overrides.keys() & {"num_layers", "moe_layer_freq", "frozen"} or overrides.get("recompute_method") == "block"
-    )
-    needs_three = not overrides or named or len(plan.segments) > 1 or plan.gaps
-    return overrides if needs_three else {**overrides, "num_layers": 2}
+    are_named = bool(overrides.keys() & {"num_layers", "moe_layer_freq", "frozen"})
+    needs_three = are_named or overrides.get("recompute_method") == "block" or len(plan.segments) > 1 or plan.gaps
+    return overrides if needs_three or not overrides else {**overrides, "num_layers": 2}
 
 
 def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, Any]:
