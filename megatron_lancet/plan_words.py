@@ -39,13 +39,9 @@ def plan_in_words(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def plan_text(plan: Plan, syntax: str | None = None) -> str:
-    """A plan in words, with its syntax in brackets.
-
-    Args:
-        syntax: the plan's text; None for the plan's own.
-    """
-    return f"{plan_in_words(plan)} ({syntax or plan})"
+def plan_text(plan: Plan) -> str:
+    """A plan in words, with its syntax in brackets."""
+    return f"{plan_in_words(plan)} ({plan})"
 
 
 def _segments(segments: tuple[Segment, ...]) -> list[str]:

@@ -31,7 +31,6 @@ _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.bins.feature:BINS",
     "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
     "megatron_lancet.features.row_bound.feature:ROW_BOUND",
-    "megatron_lancet.features.comm_dtype.feature:WIRE",
     "megatron_lancet.features.hugging_face.feature:HUGGING_FACE",  # before placement, which moves weights
     "megatron_lancet.features.placement.feature:PLACEMENT",
     "megatron_lancet.features.comm_sms.feature:COMM_SMS",

@@ -129,11 +129,9 @@ class ModelFacts:
     def row_bytes_to(self, num_groups: int) -> int:
         """Bytes of one row in a forward dispatch that goes once to each of the groups which hold a part of the experts.
 
-        A combine has the plain combine's rows. fp8 messages narrow hidden states further in forward dispatches
-        than in all other messages.
+        A combine has the plain combine's rows.
         """
-        saved_in_dispatches = self.grad_row_bytes - self.row_bytes
-        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes(num_groups)) - saved_in_dispatches
+        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes(num_groups))
 
     def grad_row_bytes_to(self, num_groups: int) -> int:
         """Bytes of one row in the backward of such a dispatch."""

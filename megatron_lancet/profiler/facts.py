@@ -21,8 +21,6 @@ from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.rows.packing import RowLayout
-from megatron_lancet.schedule.comm_dtype import CommDtype
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
 
 _PACKAGES = ("torch", "megatron-core")
 _NAMED = (
@@ -81,9 +79,8 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
     dtype, num_mtp = config.params_dtype, config.mtp_num_layers or 0
     router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
     row, prob = torch.empty(0, config.hidden_size, dtype=dtype), torch.empty(0, dtype=router_dtype)
-    comm_dtype = model.comm.comm_dtype
     return ModelFacts(
-        name=_name(config) + comm_dtype.in_name,
+        name=_name(config),
         layer_kinds=tuple(layers[number][0] for number in sorted(layers)),
         stage_of_layer=tuple(layers[number][1] for number in sorted(layers)),
         micro_batch_size=model.micro_batch_size,
@@ -93,10 +90,10 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         num_experts=config.num_moe_experts or 0,
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
         world_size=dist.get_world_size(),
-        row_bytes=_message_bytes(comm_dtype, OpKind.DISPATCH, Phase.FORWARD, row, prob),
-        grad_row_bytes=_message_bytes(comm_dtype, OpKind.DISPATCH, Phase.INPUT_GRAD, row, prob),
-        combine_row_bytes=_message_bytes(comm_dtype, OpKind.COMBINE, Phase.FORWARD, row),
-        combine_grad_row_bytes=_message_bytes(comm_dtype, OpKind.COMBINE, Phase.INPUT_GRAD, row),
+        row_bytes=_message_bytes(row, prob),
+        grad_row_bytes=_message_bytes(row, prob),
+        combine_row_bytes=_message_bytes(row),
+        combine_grad_row_bytes=_message_bytes(row),
         counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
         has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
         token_multiple=token_multiple(config),
@@ -138,9 +135,9 @@ def _block(stage: LanguageModel) -> LayersByPlan:
     return stage.decoder
 
 
-def _message_bytes(comm_dtype: CommDtype, kind: OpKind, phase: Phase, *tensors: torch.Tensor) -> int:
-    """Returns the bytes of one row of tensors that are sent in one message of a kind."""
-    packed = RowLayout.of(tensors, comm_dtype.row_format(Op(None, None, phase, kind))).pack(tensors)
+def _message_bytes(*tensors: torch.Tensor) -> int:
+    """Returns the bytes of one row of tensors that are sent in one message."""
+    packed = RowLayout.of(tensors).pack(tensors)
     return packed.element_size() * packed.shape[1:].numel()
 
 

@@ -31,11 +31,9 @@ from megatron_lancet.runtime.recorder import Recorder, waiting
 from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
-from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
 
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
@@ -94,7 +92,6 @@ class Comm:
         own_rank: int,
         peers: Peers | None = None,
         scheduler: BackwardMessages | None = None,
-        comm_dtype: CommDtype = CommDtype.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
         max_expert_rows: int | None = None,
@@ -103,7 +100,6 @@ class Comm:
         Args:
             peers: identifies the rank that caused a failure; None leaves it unnamed.
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
-            comm_dtype: number format of hidden states in messages.
             hops: connections of the messages of two hops; None if no plan of this model has any.
             layout: how the expert-parallel group lies on nodes, to count bytes that leave a node; None for the layout
                 of the hops, or if it is unknown.
@@ -113,7 +109,6 @@ class Comm:
         self.store = store
         self.stats = stats
         self.scheduler = scheduler
-        self.comm_dtype = comm_dtype
         self.progress: Position = position_class()(store, stats.on_cuda)
         self.settings = CommSettings(max_expert_rows=max_expert_rows)
         self.trace: Recorder | None = None
@@ -124,10 +119,6 @@ class Comm:
         self._layout = layout if layout is not None else self.nodes
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
-
-    def named(self, plan: Plan) -> str:
-        """The text of a plan, with what changes results next to it."""
-        return f"{plan}{self.comm_dtype.in_name}"
 
     def use(self, settings: CommSettings) -> None:
         """Changes the settings from the next step on. Call between steps."""

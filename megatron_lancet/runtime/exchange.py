@@ -12,7 +12,6 @@ from megatron_lancet.runtime.device import on_cuda
 from megatron_lancet.runtime.position import Position
 from megatron_lancet.runtime.rows.packing import RowLayout
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.ops import Op
 
 
@@ -65,8 +64,6 @@ class Launcher(Protocol):
 
     @property
     def progress(self) -> Position: ...
-    @property
-    def comm_dtype(self) -> CommDtype: ...
     @property
     def shares_connections(self) -> bool: ...
 
@@ -159,7 +156,7 @@ class Exchange:
         self.error: Exception | None = None
         self.transfer: Transfer | None = None
         self._comm = comm
-        self._layout = RowLayout.of(tensors, comm.comm_dtype.row_format(op))
+        self._layout = RowLayout.of(tensors)
         self._sent = self._received = self._layout.pack(tensors)
         self._ready = ReadyEvent(self._sent) if self.pending is not None else None
         self._result: tuple[torch.Tensor, ...] | None = None

@@ -69,15 +69,14 @@ def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
     """Each rank has its own command line here, as when a launcher passes the wrong one to a node."""
     arguments = command_line(token_data, [*EP2, "--train-iters", "2"])
     chunks = "--lancet-num-chunks"
-    per_rank = [["--lancet-plan", "off"], [chunks, "2"], [chunks, "2"], [chunks, "4", "--lancet-comm-dtype", "fp8"]]
+    per_rank = [["--lancet-plan", "off"], [chunks, "2"], [chunks, "2"], [chunks, "4"]]
     results = launch.run(SCRIPT, arguments, 4, tmp_path, ENDS_WITHIN_S, per_rank=per_rank)
     assert [result.returncode for result in results] == [2] * 4
     for result in results:
         assert last_line(result) == (
             "error: ranks disagree about the plan, and would wait for each other forever: "
             "ranks 1-3: overlap by a plan, rank 0: no plan; "
-            "segments[0].num_chunks is 2 on ranks 1-2, 4 on rank 3; dw_window is 4 on ranks 1-2, 8 on rank 3; "
-            "comm_dtype is exact on ranks 1-2, fp8 on rank 3. "
+            "segments[0].num_chunks is 2 on ranks 1-2, 4 on rank 3; dw_window is 4 on ranks 1-2, 8 on rank 3. "
             "Start all ranks with the same arguments and the same files."
         )
         assert "] iteration " not in result.output

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.plan import Plan
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -32,7 +31,6 @@ class Case(NamedTuple):
         disturbed: whether transfers seem done, or not, at random and differently on each rank.
         changes_sums: whether sums have another order than stock's though there is one chunk.
         max_rows: that a rank's experts work on at a time; None for any number.
-        comm_dtype: number format of the messages.
         moves_weights: whether weights move with experts that are on other ranks than stock's; None if no expert is.
         idle: ranks whose experts get no token.
     """
@@ -43,7 +41,6 @@ class Case(NamedTuple):
     disturbed: bool = False
     changes_sums: bool = False
     max_rows: int | None = None
-    comm_dtype: CommDtype = CommDtype.EXACT
     moves_weights: bool | None = None
     idle: tuple[int, ...] = ()
 

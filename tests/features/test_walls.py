@@ -17,7 +17,6 @@ CORE = ("schedule", "runtime", "model", "training", "report")
 ALIASES = {
     "bins": ("bin", "packing"),
     "checkpoints": ("resumable", "sigterm"),
-    "comm_dtype": ("comm dtype",),
     "comm_priority": ("comm priority", "priority"),
     "comm_sms": ("sms",),
     "cuda_graphs": ("cuda graph", "graphs"),

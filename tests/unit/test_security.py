@@ -32,10 +32,7 @@ STARTS = {
             "benchmarks/harness/machine_speed.py",
             *("benchmarks/gpu/check/driver.py", "benchmarks/gpu/check/part/machine.py"),
             "benchmarks/gpu/check/part/memcheck.py",
-            *(
-                "benchmarks/parts/comm_dtype_training.py",
-                "benchmarks/demo/links/link.py",
-            ),
+            "benchmarks/demo/links/link.py",
             *("benchmarks/demo/data.py", "benchmarks/demo/job.py", "benchmarks/causes/inject.py"),
             *("benchmarks/from_trace/tracelens_figures.py", "benchmarks/from_trace/hta_overlap.py"),
         ),

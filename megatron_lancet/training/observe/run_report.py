@@ -45,15 +45,14 @@ def report_overlap(
         features: the run's features, with keys, lines and files of their own.
     """
     profile = steering.profile if steering is not None else None
-    named = setup.stages[0].decoder.comm.named
     shown = setup.plan if traced is None or traced.last is not None else plan_without_overlap()
-    timelines = traced.gather(plan_text(shown, named(shown))) if traced is not None else None
+    timelines = traced.gather(plan_text(shown)) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
         timelines = _with_prediction(timelines, shown, profile)
         parts = timelines.measured, timelines.predicted, timelines.before, timelines.reasons
         table = exposed_table(*parts, step=timelines.step)
-    report = recorder.report(setup.plan, folder, named(setup.plan), steering, table)
+    report = recorder.report(setup.plan, folder, steering, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")

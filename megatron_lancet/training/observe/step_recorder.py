@@ -164,7 +164,6 @@ class StepRecorder:
         self,
         plan: Plan | None,
         folder: Path | None,
-        name: str = "off",
         steering: Steering | None = None,
         exposed: ExposedTable | None = None,
     ) -> dict[str, Any]:
@@ -176,7 +175,6 @@ class StepRecorder:
         Args:
             plan: plan of the last steps; None for stock modules.
             folder: folder for report.json; None writes no file.
-            name: text of the plan.
             steering: has found the plan; None if the plan was given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
@@ -196,13 +194,13 @@ class StepRecorder:
             return {}
         report = summarise(
             [rank for rank in per_rank if rank is not None],
-            name,
+            "off" if plan is None else str(plan),
             len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
         )
-        report |= self._figures(report, plan, name)
+        report |= self._figures(report, plan)
         for summary in found:
             report |= summary
         lines = [line for feature in self._features for line in feature.lines(report)]
@@ -212,13 +210,13 @@ class StepRecorder:
             say(f"  written to         {write_json(report, folder)}")
         return report
 
-    def _figures(self, report: dict[str, Any], plan: Plan | None, name: str) -> dict[str, Any]:
+    def _figures(self, report: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
         """What the report says of the run as a whole. On rank 0."""
         facts = run_facts(self._args, self._device)
         lengths_vary = any(feature.num_tokens() is not None for feature in self._features)
         num_tokens = None if lengths_vary else report["ranks"][0]["num_tokens"]
         return {
-            "plan_text": name if plan is None else plan_text(plan, name),
+            "plan_text": "off" if plan is None else plan_text(plan),
             "run": facts,
             "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in report["ranks"]),
             **rates(self._args, facts, report["step_ms"], num_tokens),

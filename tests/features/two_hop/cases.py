@@ -14,7 +14,6 @@ from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
 from megatron_lancet.planning.dispatch import nodes_of_group
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.features.case import LAYOUTS, Case
@@ -94,10 +93,6 @@ CASES: dict[str, Case] = {
     "EP2xETP2/bf16/two-hop/k=1": Case({"bf16": True}, ONE, "EP2xETP2", changes_sums=True),
     "EP2xETP2/top-4/two-hop/k=2": Case({"num_moe_experts": 8, "moe_router_topk": 4}, TWO, "EP2xETP2", disturbed=True),
 }
-NARROW: dict[str, Case] = {
-    "EP4/fp8-messages/two-hop/k=1": Case(_EIGHT, ONE, "EP4", comm_dtype=CommDtype.FP8),
-}
-"""Messages whose hidden states are rounded, now in each of two hops."""
 SWITCHED: dict[str, Plan] = {
     "whole": fixed_plan(1),
     "whole-two-hop": ONE,

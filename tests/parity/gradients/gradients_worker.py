@@ -14,7 +14,6 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
-from megatron_lancet.schedule.comm_dtype import CommDtype
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from tests.features.case import Case
@@ -146,12 +145,10 @@ def overlapping_stages(
     models,
     plan: Plan,
     switchable: bool = False,
-    comm_dtype: CommDtype = CommDtype.EXACT,
     nodes: Nodes | None = None,
     max_rows: int | None = None,
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
-    from megatron_lancet.features.comm_dtype.feature import ActiveCommDtype
     from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.features.two_hop.feature import ActiveNodes
     from megatron_lancet.runtime.comm_stats import CommStats
@@ -161,7 +158,7 @@ def overlapping_stages(
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
     timeout = timedelta(minutes=2)
-    features = [ActiveCommDtype(comm_dtype), ActiveNodes(nodes, torch.device("cpu"), stats, timeout)]
+    features = [ActiveNodes(nodes, torch.device("cpu"), stats, timeout)]
     setup = OverlapSetup(plan, torch.device("cpu"), stats, timeout, sdpa, switchable, features=features)
     setup(models)
     limit_rows(setup, max_rows)
@@ -263,7 +260,6 @@ def compare_case(case: Case, disturb=None, config: dict[str, Any] | None = None,
         {**(config or {}), **case.overrides},
         case.plan,
         erratic_wire if case.disturbed else disturb,
-        comm_dtype=case.comm_dtype,
         nodes=nodes,
         moves_weights=case.moves_weights,
         max_rows=case.max_rows,
@@ -275,7 +271,6 @@ def compare_plan(
     plan: Plan,
     disturb=None,
     against=None,
-    comm_dtype: CommDtype = CommDtype.EXACT,
     nodes: Nodes | None = None,
     moves_weights: bool | None = None,
     max_rows: int | None = None,
@@ -287,7 +282,6 @@ def compare_plan(
 
     Args:
         against: stock's settings where they are not ours.
-        comm_dtype: number format of our messages.
         nodes: how expert-parallel groups lie on nodes, for two hops.
         moves_weights: see :class:`Case`; gradients of experts on other ranks are compared on stock's.
         max_rows: that a rank's experts work on at a time.
@@ -299,7 +293,7 @@ def compare_plan(
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan, comm_dtype=comm_dtype, nodes=nodes, max_rows=max_rows)
+    setup, stats = overlapping_model(our_model, plan, nodes=nodes, max_rows=max_rows)
     place(our_model, moves_weights)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
@@ -331,14 +325,4 @@ def compare_plan(
         "grouped_layers": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
         **{name: getattr(times, name) for name in COUNTERS},
-        "row_bytes": [] if comm_dtype is CommDtype.EXACT else profiled_row_bytes(our_model),
     }
-
-
-def profiled_row_bytes(model) -> list[int]:
-    """Bytes of a row in each kind of message, as the profiler finds them for this model."""
-    from megatron_lancet.profiler.facts import ProfiledModel, model_facts
-
-    facts = model_facts(ProfiledModel((model,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES))
-    assert " comm_dtype=" in facts.name
-    return [facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes]

@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
 }
 TOP_4 = {"num_moe_experts": 16, "moe_router_topk": 4}
 EQUAL = {**CASES, **dedup.IN_LAYOUTS, **tiles.IN_LAYOUTS, **placement.IN_LAYOUTS}
-IN_HOPS = {**two_hop.CASES, **two_hop.NARROW, **row_bound.IN_LAYOUTS, **placement.IN_HOPS}
+IN_HOPS = {**two_hop.CASES, **row_bound.IN_LAYOUTS, **placement.IN_HOPS}
 """With two nodes."""
 
 

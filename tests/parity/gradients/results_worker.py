@@ -13,7 +13,6 @@ from benchmarks.gradient_error import relative_error
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.features.case import Case
-from tests.features.comm_dtype import cases as comm_dtype_cases
 from tests.features.dedup import cases as dedup
 from tests.features.placement import cases as placement
 from tests.features.row_bound import cases as row_bound
@@ -145,10 +144,9 @@ def all_results() -> dict[str, Any]:
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
     results |= {name: compare_plan(*case) for name, case in SEGMENTED.items()}
     results |= {name: compare_plan({}, plan, erratic_wire) for name, plan in WITH_GAPS.items()}
-    for feature in (dedup, tiles, comm_dtype_cases, row_bound, placement):
+    for feature in (dedup, tiles, row_bound, placement):
         for name, case in feature.CASES.items():
             results[name] = compare_case(case)
-    results["guarded/fp8-messages/k=1"] = compare_case(comm_dtype_cases.IN_ROUNDS)
     results["kept"] = kept_bytes(row_bound.CASES[row_bound.HOT])
     results["placed/unmoved"] = compare_case(placement.UNMOVED)
     for plan, damages in ((dedup.ONE, DAMAGED_DEDUP), (tiles.TWO, tiles.DAMAGED)):

@@ -1,6 +1,5 @@
 """Every gradient and the order of collectives with tensor, context and expert tensor parallelism: against stock."""
 
-import statistics
 from collections import Counter
 
 import pytest
@@ -82,7 +81,7 @@ def test_gradients_of_two_hops_equal_stock(results, case, check_gradients):
         assert found["expert_bias_counts_equal"]
 
 
-@pytest.mark.parametrize("case", [*two_hop.CASES, *two_hop.NARROW])
+@pytest.mark.parametrize("case", two_hop.CASES)
 def test_order_of_hops_is_the_same_on_all_ranks(results, case):
     """Each of four messages of a layer and chunk, in both directions, also where a rank or a node has no row."""
     collectives = [result[case]["collectives"] for result in results]
@@ -93,22 +92,6 @@ def test_order_of_hops_is_the_same_on_all_ranks(results, case):
     backward = Counter(op.rsplit(".", 2)[-1] for op in collectives[0] if ".I." in op)
     recomputes = "full-recompute" in case
     assert recomputes or backward == {kind: number for kind, number in kinds.items() if kind != "counts"}
-
-
-@pytest.mark.parametrize("case", two_hop.NARROW)
-def test_rounded_hops_change_gradients_within_rounding(results, case):
-    """Of two layers with four messages in both directions, half a unit of the last place each: 2^-9, in fp8 2^-4.
-
-    Of the experts' weights half are within it: where a token chooses another expert, two of them are further away.
-    """
-    least, most = 2**-7, 4 * 2**-4 + 12 * 2**-9
-    for result in results:
-        found = result[case]
-        errors = [error for name, error in found["gradients"].items() if ".experts." in name]
-        assert least < statistics.median(errors) < most
-        assert 0 < found["loss"] < 1e-3
-        assert found["zero_gradients"] == []
-        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
 
 
 def test_switching_to_two_hops_and_back_changes_no_gradient(results, check_gradients):

@@ -182,14 +182,3 @@ def test_plan_off_has_no_module_of_ours(stock):
     """What it trains is compared in test_spec: with a run of Megatron's own entry."""
     roots = {module.split(".")[0] for module in stock("fp32").model_modules}
     assert roots == {"megatron", "torch"}
-
-
-def test_training_with_a_narrow_wire_is_near_stock_and_not_equal(stock, token_data, tmp_path):
-    """Hidden states are rounded to three bits behind the point in forward dispatches, and the report says so."""
-    flags = [*EP2, "--lancet-num-chunks", "2", "--lancet-comm-dtype", "fp8", "--lancet-report", tmp_path]
-    ours = pretrain(token_data, flags, tmp_path, train_iters=4)
-    assert "; comm_dtype=fp8: hidden states are rounded in messages, and losses" in ours.outputs[0]
-    assert json.loads((tmp_path / "report.json").read_text())["plan"].endswith(" comm_dtype=fp8")
-    found, expected = ours.series("lm loss"), stock("fp32").series("lm loss")[:4]
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert found != pytest.approx(expected, rel=TOLERANCE["fp32"]["lm loss"])

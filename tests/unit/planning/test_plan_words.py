@@ -87,4 +87,3 @@ def test_each_setting_has_words(plan, words):
 
 def test_the_syntax_follows_in_brackets():
     assert plan_text(TWO_NONE) == f"{TWO} (chunks=2 dim=batch range=stack dw=none dw-window=0)"
-    assert plan_text(TWO_NONE, "as named").endswith(f"{AT_ONCE} (as named)")

@@ -79,7 +79,6 @@ def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
     [
         "--lancet-comm-priority all-to-all-first",
         "--lancet-comm-sms 8",
-        "--lancet-comm-dtype fp8",
         "--lancet-max-expert-rows 8",
         "--lancet-expert-placement placement.json",
     ],

@@ -1,1 +1,0 @@
-"""Hidden states in a narrower format in messages."""
