@@ -57,7 +57,7 @@ def test_pack_does_not_copy_a_single_tensor():
     assert layout.unpack(tensor)[0].equal(tensor)
 
 
-def test_bytes_on_the_wire_are_those_of_the_packed_rows():
+def test_bytes_on_the_wire_equal_the_packed_rows():
     """Of dispatch and combine, forward and backward, in the counters and in the trace."""
     stats = cpu_stats()
     comm = Comm(Loopback(), None, stats, own_rank=0)
