@@ -14,6 +14,8 @@ VERSION = next(
 # Megatron's HuggingFaceTokenizer imports transformers, which encodes with tokenizers; Qwen and DeepSeek need it.
 HUGGING_FACE = ["tokenizers", "transformers"]
 
+TOOLS = ["megatron_lancet.tools", *(f"megatron_lancet.tools.{folder}" for folder in ("data", "plans", "traces"))]
+
 setup(
     name="megatron-lancet",
     version=VERSION,
@@ -24,7 +26,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     # tools/ is a folder of scripts in a checkout and a part of the package where that is installed.
-    packages=[*find_packages(include=["megatron_lancet", "megatron_lancet.*"]), "megatron_lancet.tools"],
+    packages=[*find_packages(include=["megatron_lancet", "megatron_lancet.*"]), *TOOLS],
     package_dir={"megatron_lancet.tools": "tools"},
     package_data={"megatron_lancet.lab.views": ["page/*"], "megatron_lancet.lab.estimate": ["published.json"]},
     install_requires=[

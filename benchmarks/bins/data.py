@@ -18,12 +18,12 @@ def prepare(folder: Path, kinds: Collection[str]) -> None:
     """
     folder.mkdir()
     log, model = folder / "log", folder / "tokenizer"
-    run_tool(log, "prepare_corpus", "--output", folder / "corpus.jsonl", "--max-megabytes", CORPUS_MEGABYTES)
+    run_tool(log, "data/prepare_corpus", "--output", folder / "corpus.jsonl", "--max-megabytes", CORPUS_MEGABYTES)
     vocab = ("--vocab-size", VOCAB, "--sample-megabytes", CORPUS_MEGABYTES)
-    run_tool(log, "train_tokenizer", "--input", folder / "corpus.jsonl", "--output-prefix", model, *vocab)
+    run_tool(log, "data/train_tokenizer", "--input", folder / "corpus.jsonl", "--output-prefix", model, *vocab)
     for kind in kinds:
         corpus = folder / f"{kind}.jsonl"
-        run_tool(log, "prepare_corpus", "--documents", kind, "--output", corpus)
+        run_tool(log, "data/prepare_corpus", "--documents", kind, "--output", corpus)
         tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model.with_suffix(".model"))
         options = ("--append-eod", "--progress", "off")
-        run_tool(log, "preprocess_data", "--input", corpus, "--output-prefix", folder / kind, *tokenizer, *options)
+        run_tool(log, "data/preprocess_data", "--input", corpus, "--output-prefix", folder / kind, *tokenizer, *options)

@@ -9,7 +9,7 @@ class Command:
 
     Attributes:
         words: its name, of one word or two.
-        tool: the file in ``tools`` that it runs, without suffix.
+        tool: the path of the file in ``tools`` that it runs, without suffix.
         takes: its main arguments.
         summary: what it does, in a few words.
     """
@@ -28,22 +28,24 @@ GROUPS = {
         Command("gpu-check", "check_gpu", "FOLDER", "what to run first on a machine with GPUs"),
     ),
     "plans": (
-        Command("plan profile", "profile_model", "LAUNCH", "measures the ops and messages of a model"),
-        Command("plan make", "make_plan", "PROFILE", "makes a plan from a profile"),
-        Command("plan explain", "explain_plan", "PLAN", "why the plan is fast, what stays exposed"),
-        Command("plan simulate", "simulate_plan", "PROFILE [PLAN]", "its step times on other clusters and layouts"),
-        Command("plan step", "virtual_gpu", "LAUNCH", "the step of a GPU that is not there, by kernels"),
-        Command("plan experts", "place_experts", "LOAD", "places experts on ranks by their load"),
-        Command("plan routing", "routing_report", "--load DIR", "which experts a checkpoint's routers choose"),
+        Command("plan profile", "plans/profile_model", "LAUNCH", "measures the ops and messages of a model"),
+        Command("plan make", "plans/make_plan", "PROFILE", "makes a plan from a profile"),
+        Command("plan explain", "plans/explain_plan", "PLAN", "why the plan is fast, what stays exposed"),
+        Command(
+            "plan simulate", "plans/simulate_plan", "PROFILE [PLAN]", "its step time on other clusters and layouts"
+        ),
+        Command("plan step", "plans/virtual_gpu", "LAUNCH", "the step of a GPU that is not there, by kernels"),
+        Command("plan experts", "plans/place_experts", "LOAD", "places experts on ranks by their load"),
+        Command("plan routing", "plans/routing_report", "--load DIR", "which experts a checkpoint's routers choose"),
     ),
     "traces": (
-        Command("trace show", "show_timeline", "TRACE", "the timeline of a step as a page"),
-        Command("trace profile", "profile_from_trace", "TRACES", "a profile from torch's traces of a stock run"),
+        Command("trace show", "traces/show_timeline", "TRACE", "the timeline of a step as a page"),
+        Command("trace profile", "traces/profile_from_trace", "TRACES", "a profile from torch's traces of a stock run"),
     ),
     "data and checkpoints": (
-        Command("data corpus", "prepare_corpus", "", "collects texts from files"),
-        Command("data tokenizer", "train_tokenizer", "", "trains a SentencePiece tokenizer"),
-        Command("data encode", "preprocess_data", "", "encodes a corpus into a data set of tokens"),
+        Command("data corpus", "data/prepare_corpus", "", "collects texts from files"),
+        Command("data tokenizer", "data/train_tokenizer", "", "trains a SentencePiece tokenizer"),
+        Command("data encode", "data/preprocess_data", "", "encodes a corpus into a data set of tokens"),
         Command("evaluate", "evaluate", "--load DIR", "perplexity of a checkpoint"),
         Command("export-hf", "export_hf", "--load DIR", "a checkpoint as a Hugging Face folder"),
         Command("generate", "generate", "--load DIR", "text from a checkpoint"),

@@ -39,7 +39,7 @@ class Blocker(NamedTuple):
 
     Attributes:
         reason: a clause.
-        is_evident: whether the reason is plain from the layout, so only explain_plan prints it.
+        is_evident: whether the reason is plain from the layout, so only ``lancet plan explain`` prints it.
         advice: what to do about it, as an imperative; empty where the user can only choose another dispatch.
     """
 

@@ -9,7 +9,7 @@ TOOLS = REPOSITORY / "tools"
 
 
 def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"tool_{Path(name).name}", TOOLS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

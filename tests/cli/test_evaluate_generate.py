@@ -148,7 +148,7 @@ def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, cap
     checkpoints, valid, _ = trained
     report, load = tmp_path / "report.json", tmp_path / "load.json"
     flags = ["--load", str(checkpoints), "--data", str(valid), "--batch-size", "4", "--json", str(report)]
-    tool("routing_report").main([*flags, "--expert-load", str(load)])
+    tool("plans/routing_report").main([*flags, "--expert-load", str(load)])
     shown, found = capsys.readouterr().out, json.loads(report.read_text())
     assert f"{CONTEXT * VALID_WINDOWS} tokens in {VALID_WINDOWS // 4} windows, 4 experts, 2 of a token" in shown
     first, second = found["layers"]
@@ -160,7 +160,7 @@ def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, cap
     for layer, by_rank in zip((first, second), rows, strict=True):
         assert by_rank == [layer["popularity"]["counts"]]
         assert sum(by_rank[0]) == 2 * CONTEXT * VALID_WINDOWS
-    tool("routing_report").main(["--loads", str(load), str(load), "--top", "1"])
+    tool("plans/routing_report").main(["--loads", str(load), str(load), "--top", "1"])
     assert "2 measured loads" in capsys.readouterr().out
 
 
@@ -176,7 +176,7 @@ def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, cap
 )
 def test_routing_report_refuses_what_says_nothing(tool, flags, message):
     with pytest.raises(UsageError, match=message) as refused:
-        tool("routing_report").main(flags)
+        tool("plans/routing_report").main(flags)
     assert "\n" not in str(refused.value)
 
 

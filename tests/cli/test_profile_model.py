@@ -11,7 +11,7 @@ from megatron_lancet.schedule.plan import ChunkDim
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line
 
-TOOL = launch.REPO / "tools" / "profile_model.py"
+TOOL = launch.REPO / "tools/plans/profile_model.py"
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def refused_or_fine(path, read):
 
 
 def tool(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"tool_{Path(name).name}", TOOLS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -143,7 +143,7 @@ def test_damaged_plan_files_are_refused_or_read(folder, profile):
         made_for=made_for(profile.model),
         source=Source("made up", "cpu", {"torch": "2"}),
     ).to_json()
-    main = tool("explain_plan").main
+    main = tool("plans/explain_plan").main
 
     @fuzzed(350)
     @given(damaged_json(good.encode()))
@@ -185,7 +185,7 @@ def test_damaged_trace_files_are_refused_or_read(folder):
     path = folder / "some_trace.json"
     write_trace(steps.record(num_layers=2), path)
     good = path.read_bytes()
-    main = tool("show_timeline").main
+    main = tool("traces/show_timeline").main
 
     @fuzzed(250)
     @given(damaged_json(good))
@@ -250,7 +250,7 @@ def tokenizer_file(folder):
     """A real model, as small as lancet data tokenizer makes them."""
     path = folder / "good.model"
     texts = [f"def f{i}(x):  return x + {i}  # some text {'abcdefghij'[i % 10]} é" for i in range(200)]
-    content = tool("train_tokenizer").train_model(texts, 400)
+    content = tool("data/train_tokenizer").train_model(texts, 400)
     path.write_bytes(content)
     return path
 

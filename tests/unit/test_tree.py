@@ -11,8 +11,6 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 ROOTS = ("megatron_lancet", "tests", "benchmarks", "tools")
 MAX_FILES_OF_A_FOLDER = 14
-MAX_COMMANDS = 19
-"""Users look for commands in one folder."""
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_MEDIAN_LINES = 100
@@ -50,8 +48,7 @@ def long_tests(text: str) -> list[str]:
 @pytest.mark.parametrize("root", ROOTS)
 def test_folders_have_few_python_files(root):
     counts = Counter(str(path.parent.relative_to(REPOSITORY)) for path in python_files(root))
-    limit = MAX_COMMANDS if root == "tools" else MAX_FILES_OF_A_FOLDER
-    assert {folder: count for folder, count in counts.items() if count > limit} == {}
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES_OF_A_FOLDER} == {}
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -24,7 +24,7 @@ class Exclusion:
     """A part of the search space that is not considered, and why, both in words.
 
     Attributes:
-        is_evident: whether the reason is plain from the layout, so only explain_plan prints it.
+        is_evident: whether the reason is plain from the layout, so only ``lancet plan explain`` prints it.
     """
 
     what: str

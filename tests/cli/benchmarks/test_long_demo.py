@@ -121,9 +121,9 @@ def test_demo_prepares_data_of_other_settings_again(folder, other):
 
 def test_failing_tool_of_demo_is_one_error_with_end_of_its_log(folder):
     with pytest.raises(
-        UsageError, match=r"prepare_corpus.py ended with status 2.*prepare.log:\n(.*\n)*.*required: --output"
+        UsageError, match=r"tools/data/prepare_corpus.py ended with status 2.*prepare.log:\n(.*\n)*.*required: --output"
     ):
-        data.run_tool(folder.prepare_log, "prepare_corpus")
+        data.run_tool(folder.prepare_log, "data/prepare_corpus")
 
 
 def test_demo_training_is_logged_and_printed(tmp_path):

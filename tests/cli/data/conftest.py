@@ -16,17 +16,17 @@ SUBPROCESS_TIMEOUT_S = 120
 
 @pytest.fixture(scope="session")
 def prepare_corpus() -> ModuleType:
-    return load_tool("prepare_corpus")
+    return load_tool("data/prepare_corpus")
 
 
 @pytest.fixture(scope="session")
 def train_tokenizer() -> ModuleType:
-    return load_tool("train_tokenizer")
+    return load_tool("data/train_tokenizer")
 
 
 @pytest.fixture(scope="session")
 def preprocess_data() -> ModuleType:
-    return load_tool("preprocess_data")
+    return load_tool("data/preprocess_data")
 
 
 @pytest.fixture(scope="session")

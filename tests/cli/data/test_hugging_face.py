@@ -201,7 +201,7 @@ def test_unusable_tokenizers_are_refused_in_one_line(
 def test_tool_refuses_before_megatron_is_imported(tmp_path: Path, run_tool) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "x"}\n')
-    result = run_tool("preprocess_data", *arguments_for(corpus, tmp_path / "data", tmp_path))
+    result = run_tool("data/preprocess_data", *arguments_for(corpus, tmp_path / "data", tmp_path))
     assert result.returncode == 2
     assert result.stderr.startswith("error: --tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a folder")
     assert result.stderr.count("\n") == 1

@@ -176,14 +176,14 @@ def test_prepare_corpus_exit_status_and_message(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     output = tmp_path / "corpus.jsonl"
-    failed = run_tool("prepare_corpus", "--input", tmp_path / "none", "--output", output)
+    failed = run_tool("data/prepare_corpus", "--input", tmp_path / "none", "--output", output)
     assert failed.returncode == 2
     assert failed.stderr.startswith("error: --input ")
     assert failed.stderr.count("\n") == 1
-    refused = run_tool("prepare_corpus", "--output", output, "--max-megabytes", "0")
+    refused = run_tool("data/prepare_corpus", "--output", output, "--max-megabytes", "0")
     assert refused.returncode == 2
     assert "expected a number above 0, got '0'" in refused.stderr
-    assert run_tool("prepare_corpus", "--output", output, "--max-megabytes", "0.1").returncode == 0
+    assert run_tool("data/prepare_corpus", "--output", output, "--max-megabytes", "0.1").returncode == 0
     assert output.stat().st_size > 50_000
 
 

@@ -248,7 +248,7 @@ def running_tool(
     large = tmp_path / "large.jsonl"
     large.write_bytes(corpus.read_bytes() * 200)  # takes far longer than the test
     process = subprocess.Popen(
-        tool_command("preprocess_data", *arguments_for(large, tmp_path / "data", model, "--workers", "2")),
+        tool_command("data/preprocess_data", *arguments_for(large, tmp_path / "data", model, "--workers", "2")),
         env=tool_environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -335,7 +335,7 @@ def test_preprocessing_with_two_workers_names_the_first_bad_line(
     more = "x" * (1 << 18)  # longer than a batch: each of these lines is a task
     long_line = f'{{"text": "1", "more": "{more}"}}'
     corpus = write_lines(tmp_path / "corpus.jsonl", long_line, long_line[:-1], long_line, "also broken")
-    completed = run_tool("preprocess_data", *null_arguments(corpus, tmp_path / "data", 10, "--workers", "2"))
+    completed = run_tool("data/preprocess_data", *null_arguments(corpus, tmp_path / "data", 10, "--workers", "2"))
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[-1].startswith(f"error: {corpus}, line 2: expected one JSON object")
     assert "Traceback" not in completed.stderr

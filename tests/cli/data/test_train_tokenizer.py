@@ -128,7 +128,7 @@ def test_tokenizer_training_is_deterministic_across_processes(
     vocab_size: int,
     run_tool: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    completed = run_tool("train_tokenizer", *arguments_for(corpus, tmp_path / "other", vocab_size))
+    completed = run_tool("data/train_tokenizer", *arguments_for(corpus, tmp_path / "other", vocab_size))
     assert completed.returncode == 0, completed.stderr
     output = tmp_path / "other.model"
     assert completed.stdout.startswith(f"{output}: {vocab_size} pieces learned from ")
@@ -212,7 +212,7 @@ def test_train_tokenizer_exit_status_and_message(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl", ["hello world"])
-    failed = run_tool("train_tokenizer", *arguments_for(corpus, tmp_path / "tok", 4000))
+    failed = run_tool("data/train_tokenizer", *arguments_for(corpus, tmp_path / "tok", 4000))
     assert failed.returncode == 2
     assert failed.stderr.startswith("error: --vocab-size 4000 is too large for this corpus: the largest ")
     assert failed.stderr.count("\n") == 1

@@ -11,7 +11,7 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import read_plan_file
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools/plans"
 FEW_PLANS = ["--chunk-dim", "batch", "--range", "stack", "--dw-policy", "none"]
 NETWORK = ["--intra-gbps", "0.1", "--intra-latency-us", "0"]
 

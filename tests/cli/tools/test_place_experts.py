@@ -15,7 +15,7 @@ LOAD = ExpertLoad(5, 2, (LayerLoad(1, ((8, 6, 1, 1),) * 2), LayerLoad(2, ((3, 3,
 
 @pytest.fixture
 def run(capsys):
-    module = load_tool("place_experts")
+    module = load_tool("plans/place_experts")
 
     def run(*argv):
         module.main([str(word) for word in argv])

@@ -31,7 +31,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.fixture(scope="module")
 def tools():
-    return {name: load_tool(name) for name in ("make_plan", "explain_plan", "simulate_plan")}
+    return {name: load_tool(f"plans/{name}") for name in ("make_plan", "explain_plan", "simulate_plan")}
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_plan_tools_end_with_status_2_for_senseless_flags(run, argv, capsys):
 def test_plan_tool_as_a_program_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
-    command = [sys.executable, str(TOOLS / "make_plan.py"), "missing.json", "--output", str(tmp_path / "p.json")]
+    command = [sys.executable, str(TOOLS / "plans/make_plan.py"), "missing.json", "--output", str(tmp_path / "p.json")]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: no usable profile: missing.json")

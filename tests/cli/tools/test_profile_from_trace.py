@@ -33,7 +33,7 @@ def traces(token_data, tmp_path_factory):
 @pytest.mark.distributed
 def test_traces_of_stock_run_become_profile_plan_and_prediction(traces, tmp_path, capsys):
     profile_file, plan_file = tmp_path / "profile.json", tmp_path / "plan.json"
-    main_of("profile_from_trace")([*map(str, traces), "--output", str(profile_file)])
+    main_of("traces/profile_from_trace")([*map(str, traces), "--output", str(profile_file)])
     assert "2 layers, 4 experts (top 2) on 2 ranks, 2 micro-batches of 4 x 32 tokens" in capsys.readouterr().out
     profile = read_profile(profile_file)
     model = profile.model
@@ -51,9 +51,9 @@ def test_traces_of_stock_run_become_profile_plan_and_prediction(traces, tmp_path
     }
     # Every microsecond of a step belongs to an op, to a wait or to the rest.
     assert 0 < profile.rest_ms < profile.measured_steps_ms[STOCK]
-    main_of("make_plan")([str(profile_file), "--output", str(plan_file)])
+    main_of("plans/make_plan")([str(profile_file), "--output", str(plan_file)])
     assert "without overlap" in capsys.readouterr().out
-    main_of("simulate_plan")([str(profile_file), str(plan_file), "--format", "json"])
+    main_of("plans/simulate_plan")([str(profile_file), str(plan_file), "--format", "json"])
     assert json.loads(capsys.readouterr().out)["step_ms"] > 0
 
 
@@ -61,5 +61,5 @@ def test_another_trace_is_refused_in_one_line(tmp_path):
     path = tmp_path / "rank-0.json"
     path.write_text('{"traceEvents": []}')
     with pytest.raises(UsageError, match=r"rank-0\.json: the trace has no step markers .*--use-pytorch-profiler"):
-        main_of("profile_from_trace")([str(path), "--output", str(tmp_path / "profile.json")])
+        main_of("traces/profile_from_trace")([str(path), "--output", str(tmp_path / "profile.json")])
     assert not (tmp_path / "profile.json").exists()

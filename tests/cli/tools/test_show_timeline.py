@@ -9,7 +9,7 @@ from tests.unit.report import steps
 
 @pytest.fixture(scope="module")
 def main():
-    return load_tool("show_timeline").main
+    return load_tool("traces/show_timeline").main
 
 
 @pytest.fixture

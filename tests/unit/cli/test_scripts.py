@@ -21,8 +21,8 @@ def run(monkeypatch, *words: str) -> None:
 def _tools(request, tmp_path, monkeypatch):
     """Tools as an installation or a checkout has them."""
     folder = tmp_path / "some_tools"
-    folder.mkdir()
-    for name in ("make_plan", "check"):
+    (folder / "plans").mkdir(parents=True)
+    for name in ("plans/make_plan", "check"):
         (folder / f"{name}.py").write_text(TOOL)
     if request.param == "installed":
         monkeypatch.syspath_prepend(tmp_path)
@@ -83,4 +83,6 @@ def test_lancet_refuses_an_unknown_command(monkeypatch, capsys, words, expected)
 
 
 def test_each_tool_has_a_command():
-    assert sorted(command.tool for command in COMMANDS.values()) == sorted(path.stem for path in TOOLS.glob("*.py"))
+    assert sorted(command.tool for command in COMMANDS.values()) == sorted(
+        str(path.relative_to(TOOLS).with_suffix("")) for path in TOOLS.rglob("*.py")
+    )

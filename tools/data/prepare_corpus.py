@@ -1,4 +1,4 @@
-"""Converts a folder of text or code to a JSONL corpus for ``train_tokenizer.py`` and ``preprocess_data.py``.
+"""Converts a folder of text or code to a JSONL corpus for ``lancet data tokenizer`` and ``lancet data encode``.
 
   lancet data corpus --input ~/texts --output corpus.jsonl --extensions .txt .md
   lancet data corpus --documents functions --output functions.jsonl

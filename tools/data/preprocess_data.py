@@ -96,7 +96,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, for example from prepare_corpus.py"
+        "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, for example of lancet data corpus"
     )
     parser.add_argument("--json-keys", nargs="+", metavar="KEY", help="keys to tokenize (default: text)")
     parser.add_argument("--prompt-key", metavar="KEY", help="key of a prompt, which is no label; with --answer-key")
