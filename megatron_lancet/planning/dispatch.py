@@ -36,9 +36,9 @@ class DispatchCosts:
         """
         return 1.0
 
-    def row_bytes(self, kind: OpKind) -> tuple[int, int]:
-        """Bytes of one row of a message with the experts' inputs, forward and backward."""
-        return self.model.row_bytes, self.model.grad_row_bytes
+    def row_bytes(self, kind: OpKind) -> int:
+        """Bytes of one row of a message with the experts' inputs, or with their gradients."""
+        return self.model.row_bytes
 
     def rows(self, verb: Verb, chunk: Chunk) -> Rows:
         """Rows of a message."""

@@ -36,7 +36,7 @@ from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 _ROW_ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, as in ``runtime/rows/packing.py``."""
 
@@ -65,10 +65,8 @@ class ModelFacts:
         num_experts: experts of a MoE layer, on all ranks.
         ep_size: number of ranks that share the experts.
         world_size: number of ranks of the run.
-        row_bytes: bytes of one row in a forward dispatch: token and probability.
-        grad_row_bytes: bytes of one row in a backward dispatch.
-        combine_row_bytes: bytes of one row in a forward combine, without the probability.
-        combine_grad_row_bytes: bytes of one row in a backward combine.
+        row_bytes: bytes of one row in a dispatch, forward or backward: token and probability, or their gradients.
+        combine_row_bytes: bytes of one row in a combine, without the probability.
         counts_bytes: bytes that a rank sends in one exchange of token counts.
         token_multiple: number of tokens that the tokens of each chunk are a multiple of.
         num_mtp_layers: number of layers that are multi-token predictions.
@@ -92,9 +90,7 @@ class ModelFacts:
     ep_size: CountFrom1
     world_size: SizeFrom1
     row_bytes: Size
-    grad_row_bytes: Size
     combine_row_bytes: Size
-    combine_grad_row_bytes: Size
     counts_bytes: Size
     has_shared_experts: bool = False
     token_multiple: CountFrom1 = 1
@@ -127,20 +123,13 @@ class ModelFacts:
         return Layout(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity, self.nodes)
 
     def row_bytes_to(self, num_groups: int) -> int:
-        """Bytes of one row in a forward dispatch that goes once to each of the groups which hold a part of the experts.
+        """Bytes of one row in a dispatch that goes once to each of the groups which hold a part of the experts.
 
-        A combine has the plain combine's rows.
+        A row has the token, the probabilities of a group's experts, and the choice among them, a bit for each. A
+        combine has the plain combine's rows.
         """
-        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes(num_groups))
-
-    def grad_row_bytes_to(self, num_groups: int) -> int:
-        """Bytes of one row in the backward of such a dispatch."""
-        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(num_groups))
-
-    def _choice_bytes(self, num_groups: int) -> int:
-        """Bytes of the probabilities of a group's experts and of the choice among them, a bit for each."""
         num_experts = self.num_experts // num_groups
-        return (num_experts + -(-num_experts // 8)) * self.prob_bytes
+        return packed_row_bytes(self.combine_row_bytes, (num_experts + -(-num_experts // 8)) * self.prob_bytes)
 
     def size_along(self, dim: ChunkDim) -> tuple[int, int]:
         """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""

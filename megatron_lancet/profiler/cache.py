@@ -10,9 +10,7 @@ from megatron_lancet.files.reader import RecordError, differences
 from megatron_lancet.files.records import to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
-_MEASURED = (
-    "row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes", "prob_bytes",
-)  # fmt: skip
+_MEASURED = ("row_bytes", "combine_row_bytes", "counts_bytes", "prob_bytes")
 """Fields of the model that the profiler measures; they follow from the others."""
 
 

@@ -21,13 +21,11 @@ class DedupCosts(DispatchCosts):
     def part_of_bytes(profile: Profile) -> float:
         model = profile.model
         shares = Loads.of(model, profile.received_share).shares
-        ours, ours_back = model.row_bytes_to(model.ep_size), model.grad_row_bytes_to(model.ep_size)
-        longer = ((ours, model.row_bytes), (ours_back, model.grad_row_bytes))
-        of_row = max(one / plain if plain else 1.0 for one, plain in longer)
+        of_row = model.row_bytes_to(model.ep_size) / model.row_bytes if model.row_bytes else 1.0
         return DistinctParts.of(model, shares, profile.routing).of_all * max(1.0, of_row)
 
-    def row_bytes(self, kind: OpKind) -> tuple[int, int]:
-        return self.model.row_bytes_to(self.model.ep_size), self.model.grad_row_bytes_to(self.model.ep_size)
+    def row_bytes(self, kind: OpKind) -> int:
+        return self.model.row_bytes_to(self.model.ep_size)
 
     def rows(self, verb: Verb, chunk: Chunk) -> Rows:
         """The rows that were recorded, or the expected part of the plain ones."""

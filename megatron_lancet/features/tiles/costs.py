@@ -28,7 +28,7 @@ class TiledCosts(DispatchCosts):
         self._untiled = costs_of(dispatch.untiled, counts)
         self._factor = cache(self._measured_factor)
 
-    def row_bytes(self, kind: OpKind) -> tuple[int, int]:
+    def row_bytes(self, kind: OpKind) -> int:
         return self._untiled.row_bytes(kind)
 
     def rows(self, verb: Verb, chunk: Chunk) -> Rows:

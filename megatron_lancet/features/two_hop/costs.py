@@ -29,12 +29,12 @@ class TwoHopCosts(DispatchCosts):
     def part_of_bytes(profile: Profile) -> None:
         return None
 
-    def row_bytes(self, kind: OpKind) -> tuple[int, int]:
+    def row_bytes(self, kind: OpKind) -> int:
         num_groups = self.model.ep_size
         if kind in BETWEEN_NODES:
             assert self.model.nodes is not None, "the nodes are unknown"
             num_groups = self.model.nodes.num_nodes
-        return self.model.row_bytes_to(num_groups), self.model.grad_row_bytes_to(num_groups)
+        return self.model.row_bytes_to(num_groups)
 
     def rows(self, verb: Verb, chunk: Chunk) -> Rows:
         """The rows that were recorded, or the expected ones."""

@@ -125,9 +125,7 @@ def model_facts(ranks: Mapping[int, RankEvents], steps: Mapping[int, TracedStep]
         ep_size=len(expert_group(rank)),
         world_size=rank.world_size,
         row_bytes=dispatched,
-        grad_row_bytes=dispatched,
         combine_row_bytes=packed_row_bytes(hidden_bytes),
-        combine_grad_row_bytes=packed_row_bytes(hidden_bytes),
         counts_bytes=num_experts * _COUNT_BYTES,
         has_shared_experts=any(
             Op.parse(name).kind == OpKind.SHARED_EXPERTS

@@ -189,8 +189,7 @@ def _table_sizes(largest: float) -> list[int]:
 
 
 def _largest_message(facts: ModelFacts) -> int:
-    row_bytes = max(facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes)
-    return facts.num_rows * row_bytes * facts.ep_size
+    return facts.num_rows * max(facts.row_bytes, facts.combine_row_bytes) * facts.ep_size
 
 
 def times_of_reductions(

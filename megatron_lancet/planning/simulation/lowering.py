@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_lancet.planning.dispatch import DispatchCosts, costs_of
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
-from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts
+from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts, Rows
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import COMBINES, INSIDE_NODE, OpKind, Phase
@@ -237,14 +237,12 @@ class Lowering:
 
     def _message(self, verb: Verb, chunk: Chunk, costs: DispatchCosts) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""
-        model, rows = self.costs.model, costs.rows(verb, chunk)
+        rows = costs.rows(verb, chunk)
         if verb.kind in COMBINES:
-            sent = tuple(number * model.combine_row_bytes for number in rows.returned)
-            sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)
+            row_bytes, rows = self.costs.model.combine_row_bytes, Rows(rows.returned, rows.sent)
         else:
-            row_bytes, grad_row_bytes = costs.row_bytes(verb.kind)
-            sent = tuple(number * row_bytes for number in rows.sent)
-            sent_back = tuple(number * grad_row_bytes for number in rows.returned)
+            row_bytes = costs.row_bytes(verb.kind)
+        sent, sent_back = (tuple(number * row_bytes for number in its) for its in (rows.sent, rows.returned))
         alone, queued = (partial(one, kind=verb.kind) for one in (self.costs.message_ms, self.costs.queued_ms))
         return Action(
             verb.kind,

@@ -84,10 +84,10 @@ def _bytes_of(hops: HopRows, place: int, facts: ModelFacts, chunk: str) -> dict[
         "node_combine": hops.node_received[place] * facts.combine_row_bytes,
     }
     backward = {
-        "node_dispatch": hops.node_received[place] * facts.grad_row_bytes_to(facts.nodes.num_nodes),
-        "local_dispatch": hops.local_received[place] * facts.grad_row_bytes_to(facts.ep_size),
-        "local_combine": hops.local_sent[place] * facts.combine_grad_row_bytes,
-        "node_combine": hops.node_sent[place] * facts.combine_grad_row_bytes,
+        "node_dispatch": hops.node_received[place] * facts.row_bytes_to(facts.nodes.num_nodes),
+        "local_dispatch": hops.local_received[place] * facts.row_bytes_to(facts.ep_size),
+        "local_combine": hops.local_sent[place] * facts.combine_row_bytes,
+        "node_combine": hops.node_sent[place] * facts.combine_row_bytes,
     }
     return {
         f"{chunk}.{phase}.{kind}": num_bytes

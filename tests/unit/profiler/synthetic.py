@@ -18,9 +18,7 @@ FACTS = ModelFacts(
     ep_size=2,
     world_size=2,
     row_bytes=144,
-    grad_row_bytes=144,
     combine_row_bytes=128,
-    combine_grad_row_bytes=128,
     counts_bytes=32,
 )
 

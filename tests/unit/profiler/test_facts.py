@@ -26,7 +26,6 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
         FACTS,
         num_experts=2 * num_local,
         combine_row_bytes=row_bytes,
-        combine_grad_row_bytes=row_bytes,
         prob_bytes=prob_dtype.itemsize,
     )
-    assert facts.row_bytes_to(facts.ep_size) == facts.grad_row_bytes_to(facts.ep_size) == packed.nbytes
+    assert facts.row_bytes_to(facts.ep_size) == packed.nbytes

@@ -230,7 +230,7 @@ def test_best_fit_by_hand():
         latency_ms=0.0,
     )
     profile = synthetic_profile(machine)
-    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_grad_row_bytes=0))
+    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_row_bytes=0))
     plan = Plan(fixed_plan(1).segments, DwPolicy.FILL, dw_window=8)
     gaps = best_fit_gaps(Simulator(CostModel(profile)), plan)
     assert [(gap.op, gap.weight_grads) for gap in gaps] == [

@@ -263,9 +263,9 @@ def test_slowdown_of_a_profile_without_two_is_that_of_all_ops():
 
 
 def test_planned_dws_run_first_in_their_gap():
-    # Gradients of combine take no time, so that dWs of the layer above are left for the last gap.
+    # The combine takes no time, so that dWs of the layer above are left for the last gap.
     profile = synthetic_profile(Machine(layers="mm", link_ms=1.0, latency_ms=0.0))
-    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_grad_row_bytes=0))
+    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_row_bytes=0))
     plan = dataclasses.replace(fixed_plan(1), dw_window=8)
     gap = Gap("L1.c0.I.dispatch", ("L1.W.mlp.experts",))
     waits = {
