@@ -98,7 +98,7 @@ def test_predictions_are_compared_with_steps_of_the_race():
 
 
 def test_documents_have_every_case_and_the_errors_of_predictions(monkeypatch):
-    measured = Quoted("auto-10-m1-2026-11-29.json", "2026-11-29", MEASURED | {"disturbance": {"is_disturbed": False}})
+    measured = Quoted("auto-10-m1-2026-11-30.json", "2026-11-30", MEASURED | {"disturbance": {"is_disturbed": False}})
     monkeypatch.setattr(quoted, "newest", lambda name: {"45-m4": measured})
     assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) |" in quoted.headline()
     assert "in 1 cases" in quoted.sentence()
