@@ -47,8 +47,6 @@ DOCUMENTS = (
     *(_REPOSITORY / "docs" / "features" / f"{name}.md" for name in ("bins", "dispatch", "placement")),
     _REPOSITORY / "benchmarks" / "RESULTS.md",
 )
-_PRIORITY = "priority-shipped"
-"""Other results of the priority benchmark are of rules that are not in the code."""
 
 
 def _ours(case: Measured, num_chunks: int, free: bool = False) -> str:
@@ -213,7 +211,7 @@ def _prediction() -> list[list[str]]:
 def _priority() -> list[list[str]]:
     """Compares all-to-alls first with Megatron's ``--overlap-grad-reduce`` and our schedule without the flag."""
     against_overlap, against_none, unflagged = [], [], []
-    measured = result(_PRIORITY)
+    measured = result("priority")
     for case in measured["cases"]:
         rows = {row.name: row for row in priority_summary.summarise(case).rows}
         mark, name = Quoted(measured["file"], measured["date"], case).mark, f"`{case['name']}`"
