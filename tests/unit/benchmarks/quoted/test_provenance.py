@@ -12,7 +12,7 @@ from benchmarks.quoted.beside import RESULTS
 PATHS = sorted(RESULTS.glob("*.json"))
 LAST_MARKED_DAY = "2026-11-23"
 LAST_DAY_WITHOUT_SPEED = "2026-11-24"
-MOST_MARKED = 7
+MOST_MARKED = 6
 """Results of the first three days. The number only falls, as results are measured again."""
 
 
