@@ -101,14 +101,15 @@ def sentence() -> str:
         for part in parts
         if part
     ]
-    users = _range([float(_against_users(one)) for one in summaries if USERS in one.variants], ".2f")
+    against_users = [float(_against_users(one)) for one in summaries if USERS in one.variants]
     left = _range([100 * one.variants[AUTO].waited_share for one in summaries], ".0f")
     marks = "".join(f"; some are {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
     return (
         f"> **Trainings with `--lancet-plan auto`, the default, against stock: where stock waits for "
         f"{'; where it waits for '.join(clauses)}.** Stock has our attention kernel and transport; against stock as a "
-        f"user has it, {users} times. Ours waits for {left} % of its step. Medians of paired steps in {len(found)} "
-        f"cases on CPU ranks (`sudo make bench-auto`; [results](docs/performance.md#whole-trainings)){marks}."
+        f"user has it, measured in {len(against_users)} of the cases, {_range(against_users, '.2f')} times. Ours waits "
+        f"for {left} % of its step. Medians of paired steps in {len(found)} cases on CPU ranks (`sudo make "
+        f"bench-auto`; [results](docs/performance.md#whole-trainings)){marks}."
     )
 
 
