@@ -65,10 +65,17 @@ VARIANTS = {
         Variant("pairs-dedup", _fixed(1, dispatch="dedup", pairing="on"), "pairs of one chunk, dedup"),
         Variant("pairs-k2-seq", _fixed(2, "sequence", "plain", "on"), "pairs of two sequence chunks"),
         Variant("pairs-k2-seq-dedup", _fixed(2, "sequence", "dedup", "on"), "pairs of two sequence chunks, dedup"),
+        Variant(
+            "pairs-ends-k2-seq-dedup",
+            ("--lancet-plan", "benchmarks/auto/plans/pairs-ends-k2-seq-dedup.json"),
+            "pairs of one chunk, two sequence chunks at the ends of a step, dedup",
+        ),
         Variant(MEGATRON, _OVERLAP, "Megatron's own overlap", ("--threads",)),
         Variant(MEGATRON_DELAYED, (*_OVERLAP, "--delay-wgrad-compute"), "with its delayed dW", ("--threads",)),
     )
 }
+_NUM_AT_ENDS = 2
+"""Micro-batches of a step with pairs that run by its settings for the ends: the first and the last one."""
 FIXED = tuple(name for name in VARIANTS if name not in (USERS, SAME, AUTO, KEPT, MEGATRON, MEGATRON_DELAYED))
 
 
@@ -132,6 +139,8 @@ class Case:
         else:
             names += ["pairs", "pairs-gaps"] if self.reduces_in_backward else ["pairs"]
             names += ["k2-seq-dedup", "pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else ["k2", "pairs-k2-seq"]
+            if self.topk > 1 and self.micro_batches > _NUM_AT_ENDS:
+                names.append("pairs-ends-k2-seq-dedup")
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
         return [VARIANTS[name] for name in names if not self.only or name in (SAME, AUTO, *self.only)]

@@ -7,9 +7,10 @@ dynamic program gets the gaps of the two fastest uniform plans that have some.
 
 If backwards may be paired with forwards, these plans are also the candidates for the two parts of a paired plan. In
 very small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
-simulate: the best plans and the plan of a single chunk everywhere in all micro-batches, then the best of these with
-other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
-best there is best at the ends. The result is never predicted slower than the best unpaired plan.
+simulate: the best plans and the plan of a single chunk everywhere in all micro-batches, then the best of these and the
+single chunk with other settings at the ends of the step. (Beside a partner, a single chunk hides its messages without
+the cost of chunks. At the ends it hides none.) A lone forward and a lone backward add up to an unpaired micro-batch, so
+what is best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
 All plans of a search have one dispatch. Between those with the same messages, the messages' bytes decide
 (``chosen_dispatch``). One with more messages, such as two hops, is then compared with the better of these: the uniform
@@ -58,6 +59,8 @@ _NUM_UNIFORM_MIDDLES = 4
 _NUM_OTHER_MIDDLES = 2
 _NUM_MIDDLES_WITH_ENDS = 2
 _NUM_ENDS = 2
+_NUM_AT_ENDS = 2
+"""Micro-batches of a step that lack a partner in their forward or their backward."""
 _NUM_PAIRED_WITH_GAPS = 2
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
@@ -321,7 +324,9 @@ class Planner:
         for middle in dict.fromkeys([*whole, *fast_uniform, *by_speed[:_NUM_OTHER_MIDDLES]]):
             self._pair([options[middle][index] for index in few], [options[middle][index] for index in few])
         middles = list(dict.fromkeys(one.plan.segments for one in self._paired()))[:_NUM_MIDDLES_WITH_ENDS]
-        for middle, ends in product(middles, dict.fromkeys([*whole, *by_speed[:_NUM_ENDS]])):
+        if self._simulator.costs.model.num_micro_batches > _NUM_AT_ENDS:
+            middles += whole
+        for middle, ends in product(dict.fromkeys(middles), dict.fromkeys([*whole, *by_speed[:_NUM_ENDS]])):
             self._pair([options[middle][index] for index in few], [options[ends][index] for index in few])
         best = self._paired()[0].plan
         self._pair(options[best.segments], options[best.at_ends.segments])

@@ -1,6 +1,7 @@
 """From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,9 @@ from benchmarks.auto.cases import AUTO, CASES, KEPT, MEGATRON, SAME, USERS, VARI
 from benchmarks.auto.summary import TRAINING_STEPS, as_markdown, as_text, summarise
 from benchmarks.quoted.results import Quoted
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.planning.plan_file import read_plan_file
+from megatron_lancet.schedule.plan import ChunkDim, fixed_plan, paired
 
 
 def record(step_ms, waited_ms=0.0, tuning_ms=(), plan="stock", losses=(2.0, 1.0)):
@@ -127,6 +131,12 @@ def test_fixed_plans_run_the_references_attention(name):
     for variant in found.variants:
         kernel = [*found.flags_of(variant)].count("--lancet-attention")
         assert kernel == (variant.name not in (USERS, AUTO, KEPT) and not found.te)
+
+
+def test_plan_file_of_cut_ends_is_up_to_date():
+    _, file = VARIANTS["pairs-ends-k2-seq-dedup"].flags
+    ends = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, dispatch=DEDUP)
+    assert read_plan_file(Path(file)).plan == paired(fixed_plan(1, dispatch=DEDUP), ends)
 
 
 def test_unknown_cases_are_refused():

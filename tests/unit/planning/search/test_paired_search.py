@@ -60,6 +60,23 @@ def test_chunks_go_to_the_ends_where_compute_is_the_longer():
     assert planned.plan.at_ends.num_chunks > 1
 
 
+@pytest.mark.parametrize("num_micro_batches", [3, 4, 6])
+def test_large_spaces_try_whole_micro_batches_with_cut_ends(num_micro_batches):
+    """Also where whole micro-batches, with whole ones at the ends, are not among the fastest pairs."""
+    profile = synthetic_profile(Machine(layers="mmmm", link_ms=8.0, num_micro_batches=num_micro_batches))
+    simulator, whole, cut = Simulator(CostModel(profile)), fixed_plan(1), fixed_plan(2)
+    assert simulator.predict(paired(cut)).step_ms < simulator.predict(paired(whole)).step_ms
+    planned = make_plan(profile, max_exhaustive=0)
+    assert planned.prediction.step_ms <= simulator.predict(paired(whole, cut)).step_ms + CLOSE_MS
+    assert planned.plan.at_ends.num_chunks > planned.plan.in_middle.num_chunks
+
+
+def test_two_micro_batches_have_one_setting():
+    """They have no middle: other settings for it would say nothing."""
+    planned = make_plan(synthetic_profile(Machine(layers="mmmm", link_ms=6.0, num_micro_batches=2)), max_exhaustive=0)
+    assert planned.plan.at_ends.segments == planned.plan.segments
+
+
 def test_pairing_is_excluded_with_a_reason():
     for machine, why in (
         (Machine(layers="mm", num_micro_batches=1), "one micro-batch"),
