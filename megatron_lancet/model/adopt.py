@@ -63,9 +63,8 @@ def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
     Raises:
         UsageError: there is one.
     """
-    for module in (layer, getattr(layer, "mlp", None)):
-        if module is not layer and not isinstance(module, MoELayer):
-            continue
+    mlp = getattr(layer, "mlp", None)
+    for module in (layer, mlp) if isinstance(mlp, MoELayer) else (layer,):
         for kind, hook in _hooks(module):
             if not is_of_ddp(hook):
                 name = getattr(hook, "__qualname__", type(hook).__name__)

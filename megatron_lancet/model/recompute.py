@@ -10,7 +10,7 @@ as well, although other functions save them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -169,13 +169,12 @@ class DroppedOutputs:
         with self.consumed():
             return following.run(function, *inputs), following
 
-    @contextmanager
-    def consumed(self) -> Iterator[None]:
+    def consumed(self) -> AbstractContextManager[None]:
         """Inside, what is saved of the outputs does not keep them in memory."""
-        source = self._source
-        if source is None:
-            yield
-            return
+        return nullcontext() if self._source is None else self._consumed(self._source)
+
+    @contextmanager
+    def _consumed(self, source: "_Recomputed") -> Iterator[None]:
         index_of = {storage.cdata: index for index, storage in enumerate(self._storages)}
         # Autograd applies the innermost hooks only; a profile or another function's notes may be outside.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -295,17 +294,18 @@ class _Checkpoint:
         self._scopes.pop().close()
 
 
-@contextmanager
-def outputs_dropped_in_stock(again: bool) -> Iterator[None]:
+def outputs_dropped_in_stock(again: bool) -> AbstractContextManager[None]:
     """Inside, with ``again``, Megatron's modules drop outputs by :class:`DroppedOutputs`.
 
     Where they do so stays their own decision. They run what saves an output between two calls, one after the output
     was made and one after its last use. They get the object from :func:`make_checkpoint`, which a run puts in the place
     of Megatron's class.
     """
-    if not again:
-        yield
-        return
+    return _outputs_dropped_in_stock() if again else nullcontext()
+
+
+@contextmanager
+def _outputs_dropped_in_stock() -> Iterator[None]:
     assert hasattr(tensor_parallel.CheckpointWithoutOutput, "__wrapped__"), "Megatron's own class is in place"
     scopes = list[ExitStack]()
     outer = _SCOPES.set(scopes)

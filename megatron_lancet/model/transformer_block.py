@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.samples import DocumentReader, Documents, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision
-from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
+from megatron_lancet.model.transformer_layer import BoundOp, LayerOps, OverlappingLayer, ops_of
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -69,15 +70,23 @@ class SegmentForward:
             trace: None where nothing is recorded.
         """
         chunks = [micro_batch]
-        for instruction in self.program:
-            match instruction:
-                case Instruction(_, layer, chunk):
-                    forward_layer(self.ops, self.layers[layer], instruction, chunks[chunk])
+        for one in self._bound:
+            match one:
+                case BoundOp():
+                    one.run(chunks[one.chunk])
                 case Cut():
                     chunks = cut(micro_batch, self.segment, trace)
                 case Concatenate():
                     concatenate(chunks, micro_batch, self.segment, trace)
                     chunks = [micro_batch]
+
+    @cached_property
+    def _bound(self) -> Sequence[BoundOp | Cut | Concatenate]:
+        """The program with what runs each instruction."""
+        return [
+            BoundOp(self.ops, self.layers[one.layer], one) if isinstance(one, Instruction) else one
+            for one in self.program
+        ]
 
 
 class LayersByPlan:

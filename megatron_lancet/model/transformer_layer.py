@@ -85,6 +85,17 @@ type LayerOps = Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]]
 """Runs each verb of a layer on a chunk."""
 
 
+class _OnExperts:
+    """An op of experts, as an op of their layer."""
+
+    def __init__(self, op: ForwardOp) -> None:
+        self.op = op
+
+    def __call__(self, layer: OverlappingLayer, x: ChunkState) -> None:
+        assert layer.moe is not None
+        self.op(layer.moe, x)
+
+
 def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
     """The ops of the layers of a segment.
 
@@ -95,7 +106,7 @@ def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
     for part in model_parts():
         of_layers = {**of_layers, **part.layer_ops()}
         of_experts = {**of_experts, **part.ops(segment, dispatch, of_experts)}
-    return {**of_layers, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
+    return {**of_layers, **{verb: _OnExperts(op) for verb, op in of_experts.items()}}
 
 
 def check_ops(segment: Segment, dispatch: Dispatch, layers: Sequence[OverlappingLayer]) -> None:
@@ -113,18 +124,35 @@ def check_ops(segment: Segment, dispatch: Dispatch, layers: Sequence[Overlapping
         )
 
 
-def _on_experts(op: ForwardOp, layer: OverlappingLayer, x: ChunkState) -> None:
-    assert layer.moe is not None
-    op(layer.moe, x)
+class BoundOp:
+    """An instruction of a layer, with the function that runs it. One look-up for a plan, and not one for each chunk.
 
+    Attributes:
+        chunk: index of the chunk that it is for.
+    """
 
-def forward_layer(ops: LayerOps, layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
-    """Run one instruction of a layer on the chunk that it is for."""
-    with traced(layer.comm.trace, instruction, x):
-        if x.passes_through(instruction.verb):
-            x.pass_through(layer.comm, instruction)
+    def __init__(self, ops: LayerOps, layer: OverlappingLayer, instruction: Instruction) -> None:
+        self.chunk = instruction.chunk
+        self._instruction = instruction
+        self._comm = layer.comm
+        op = ops[instruction.verb]
+        if isinstance(op, _OnExperts):
+            assert layer.moe is not None
+            self._op: Callable[[ChunkState], None] = partial(op.op, layer.moe)
         else:
-            ops[instruction.verb](layer, x)
+            self._op = partial(op, layer)
+
+    def run(self, x: ChunkState) -> None:
+        """Run the instruction on its chunk."""
+        trace = self._comm.trace
+        if trace is None and not x.has_output:
+            self._op(x)
+            return
+        with traced(trace, self._instruction, x):
+            if x.passes_through(self._instruction.verb):
+                x.pass_through(self._comm, self._instruction)
+            else:
+                self._op(x)
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:

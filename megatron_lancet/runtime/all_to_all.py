@@ -133,7 +133,7 @@ def wait_in_backward(comm: Comm, op: Op, handle: Handle) -> tuple[torch.Tensor, 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AllToAll, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.exchange, ctx.num_rows = exchange, len(tensors[0])
+        ctx.exchange, ctx.num_rows = exchange, tensors[0].size(0)
         comm, splits = exchange._comm, exchange._splits
         if splits is None:
             exchange._forward = LocalExchange(tensors)
@@ -147,7 +147,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         # The ticket's gradient is empty: _Wait.backward launched the all-to-all of the real gradients.
         grads = ctx.exchange._wait_backward()
-        num_others = ctx.num_rows - len(grads[0])
+        num_others = ctx.num_rows - grads[0].size(0)
         if num_others:
             grads = tuple(torch.cat((grad, grad.new_zeros((num_others, *grad.shape[1:])))) for grad in grads)
         return (None, *grads)

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import TracebackType
 
 import torch
 
@@ -151,19 +152,16 @@ class CommStats:
         self._times = CommTimes()
         self._pairs: list[_Timed] = []
 
-    @contextmanager
-    def waiting(self, *counters: str) -> Iterator[None]:
+    def waiting(self, *counters: str) -> AbstractContextManager[None]:
         """Adds the time that compute waits inside the context to each of ``counters``."""
-        if self.on_cuda:
-            pair = EventPair()
-            yield
-            pair.end.record()
-            self._pairs.append((counters, pair.start, pair.end))
-        else:
-            start_s = time.perf_counter()
-            yield
-            for counter in counters:
-                self.add(counter, (time.perf_counter() - start_s) * 1e3)
+        return self._on_device(counters) if self.on_cuda else _HostWait(self, counters)
+
+    @contextmanager
+    def _on_device(self, counters: tuple[str, ...]) -> Iterator[None]:
+        pair = EventPair()
+        yield
+        pair.end.record()
+        self._pairs.append((counters, pair.start, pair.end))
 
     def wait_event(self, counter: str, arrived: torch.cuda.Event) -> None:
         """Makes the current stream wait for ``arrived``, a timed event of another, and adds that time to ``counter``.
@@ -212,6 +210,25 @@ class CommStats:
         if closed.has_events:
             torch.cuda.synchronize()
         return closed.read()
+
+
+class _HostWait:
+    """A wait, timed by the host's clock. A generator costs the host twice as much, for every message."""
+
+    def __init__(self, stats: CommStats, counters: tuple[str, ...]) -> None:
+        self._stats = stats
+        self._counters = counters
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            waited_ms = (time.perf_counter() - self._start_s) * 1e3
+            for counter in self._counters:
+                self._stats.add(counter, waited_ms)
 
 
 _Timed = tuple[tuple[str, ...], torch.cuda.Event, torch.cuda.Event]

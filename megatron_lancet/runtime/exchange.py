@@ -130,6 +130,11 @@ class LocalExchange:
         return self._tensors
 
 
+_AT_ONCE = threading.Event()
+"""The event of every message whose splits are known: ``Comm.launch`` launches it as soon as it is made."""
+_AT_ONCE.set()
+
+
 class Exchange:
     """Handle of one message: queued until its token counts are known, launched, received.
 
@@ -152,7 +157,7 @@ class Exchange:
         self.pending = None if isinstance(splits, RowSplits) else splits
         self.created_s = time.monotonic()
         self.micro_batch = comm.progress.number
-        self.launched = threading.Event()
+        self.launched = _AT_ONCE if self.pending is None else threading.Event()
         self.error: Exception | None = None
         self.transfer: Transfer | None = None
         self._comm = comm
@@ -197,7 +202,8 @@ class Exchange:
             if self.pending is None:
                 raise
             self.error = error  # raised again by the wait, on the computing thread
-        self.launched.set()
+        if self.pending is not None:
+            self.launched.set()
 
     def in_flight(self) -> bool:
         return self._result is None and (self.transfer is None or not self.transfer.done())

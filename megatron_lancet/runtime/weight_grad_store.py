@@ -94,8 +94,10 @@ class DeferredWeight:
             main_grad.addmm_(grad_TO.t(), input_TI)
         elif in_gemm and _adds_to_fp32(main_grad, grad_TO, input_TI):
             torch.addmm(main_grad, grad_TO.t(), input_TI, out_dtype=main_grad.dtype, out=main_grad)
+        elif sum_first:
+            self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first=True)
         else:
-            self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first)
+            main_grad.add_(grad_TO.t().matmul(input_TI))
 
     def put(self) -> None:
         """Notes that a dW of this weight was put into the store."""
@@ -245,9 +247,10 @@ class WeightGradStore:
         must_run = self._queue.put(_Task(tuple(weights), compute, num_bytes), num_bytes)
         if self._rules.defers:
             self._flush_at_end_of_backward()
-            self._stats.add("num_dw_early", len(must_run))
-            self._stats.raise_to("peak_dw_bytes", self._queue.held_bytes)
-        self._run_all(must_run)
+        if must_run:
+            if self._rules.defers:
+                self._stats.add("num_dw_early", len(must_run))
+            self._run_all(must_run)
 
     def mark_last_use(self, weight: DeferredWeight) -> None:
         """Announces that all dWs of ``weight`` in this backward pass have been put."""
@@ -257,7 +260,7 @@ class WeightGradStore:
 
     def fill(self, in_flight: Callable[[], bool], op: Op) -> None:
         """Runs dWs while ``in_flight()`` holds: those planned for ``op`` first, then the oldest."""
-        self._queue.begin_gap(str(op))
+        self._begin_gap(op)
         while len(self._queue) and in_flight():
             task = self._queue.take_next()
             assert task is not None
@@ -265,15 +268,19 @@ class WeightGradStore:
 
     def run_planned(self, op: Op) -> None:
         """Runs the dWs planned for ``op``, a message of the forward paired with the backward."""
-        self._queue.begin_gap(str(op))
+        self._begin_gap(op)
         while (task := self._queue.take_planned()) is not None:
             self._run_in_gap(task)
 
     def run_ahead(self, op: Op) -> None:
         """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
-        self._queue.begin_gap(str(op))
+        self._begin_gap(op)
         while (task := self._queue.take_ahead()) is not None:
             self._run_in_gap(task)
+
+    def _begin_gap(self, op: Op) -> None:
+        if self._rules.gaps:  # the name of an op takes the host as long as a small kernel's launch
+            self._queue.begin_gap(str(op))
 
     def advance_window(self) -> None:
         """Runs and reports what is due after one more backward all-to-all has finished."""
@@ -284,6 +291,7 @@ class WeightGradStore:
         """Runs and reports everything at the end of the backward pass."""
         self._run_late(self._queue.flush())
         _report_all(self._queue.flush_reports())
+        self._stats.raise_to("peak_dw_bytes", self._queue.peak_bytes)
         self._queue = DwQueue(self._rules)
         self._flush_is_queued = False  # last, so that a flush that raised is seen
 
@@ -323,8 +331,9 @@ class WeightGradStore:
         self._run(task)
 
     def _run_late(self, tasks: list[_Task]) -> None:
-        self._stats.add("num_dw_late", len(tasks))
-        self._run_all(tasks)
+        if tasks:
+            self._stats.add("num_dw_late", len(tasks))
+            self._run_all(tasks)
 
     def _run_all(self, tasks: list[_Task]) -> None:
         while tasks:
@@ -344,6 +353,13 @@ class WeightGradStore:
 
 def _report_all(weights: Sequence[DeferredWeight]) -> None:
     """Reports weights to DDP in order. Neighbors on the same streams share one wait for their dWs."""
+    if not weights:
+        return
+    if weights[0].ddp_stream is None:  # on a CPU
+        for weight in weights:
+            weight.add_sum()
+            weight.report()
+        return
     for (ddp_stream, dw_stream), sharing in groupby(weights, key=attrgetter("ddp_stream", "dw_stream")):
         together = list(sharing)
         with nullcontext() if dw_stream is None else torch.cuda.stream(dw_stream):

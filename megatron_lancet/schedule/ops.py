@@ -192,11 +192,11 @@ class Op:
 
     def with_kind(self, kind: OpKind) -> "Op":
         """The op of another kind at the same place and in the same phase; of all rows where it never is of a tile."""
-        return replace(self, kind=kind, tile=self.tile if kind in IN_TILES else None)
+        return Op(self.layer, self.chunk, self.phase, kind, self.tile if kind in IN_TILES else None)
 
     def mirrored(self) -> "Op":
         """The op that undoes this one's data movement in the backward pass."""
-        return replace(self, phase=Phase.INPUT_GRAD)
+        return Op(self.layer, self.chunk, Phase.INPUT_GRAD, self.kind, self.tile)
 
 
 @dataclass(frozen=True)

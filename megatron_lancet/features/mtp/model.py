@@ -31,7 +31,7 @@ from megatron_lancet.model.transformer_block import (
     refuse_arguments,
     segments_here,
 )
-from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer
+from megatron_lancet.model.transformer_layer import BoundOp, LayerOps, OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
@@ -130,7 +130,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         micro_batch = ChunkState(unchunked)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
-            forward_layer(segment.ops, depth.layer, depth.projection, micro_batch)
+            BoundOp(segment.ops, depth.layer, depth.projection).run(micro_batch)
             with block_precision(self.config):
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -63,11 +64,13 @@ class ForwardLane:
         self._queue: deque[Forward] = deque()
         self._present: Forward | None = None
         self._error: BaseException | None = None
-        # A state and no count of releases: an interrupted caller (Ctrl-C) can't tell what it has given or taken.
-        self._changed = threading.Condition()
+        # A state and no count of wake-ups: an interrupted caller (Ctrl-C) can't tell what it has given or taken.
         self._has_turn = False
+        self._wake_ups = {has_turn: SimpleQueue[None]() for has_turn in (False, True)}
+        """Of the thread that waits until the lane has the turn, or no longer has it. Each looks at the state again."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
+        self._thread_number: int | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -82,7 +85,7 @@ class ForwardLane:
     @property
     def is_here(self) -> bool:
         """Whether the caller is on the lane's thread."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread_number
 
     def add(self, run: Callable[[], Any]) -> Forward:
         """Queues a forward. It runs with the caller's device, streams and modes, from the next turn on."""
@@ -103,7 +106,7 @@ class ForwardLane:
             # A process that fails exits without waiting for a forward that waits for other ranks.
             thread = threading.Thread(target=self._run_forwards, name="forward lane", daemon=True)
             thread.start()
-            self._thread = thread
+            self._thread, self._thread_number = thread, thread.ident
         self._give_turn()
         if self._error is not None:
             error, self._error = self._error, None
@@ -137,20 +140,18 @@ class ForwardLane:
         self._error = None
 
     def _give_turn(self) -> None:
-        with self._changed:
-            self._has_turn = True
-            self._changed.notify_all()
+        self._has_turn = True
+        self._wake_ups[True].put(None)
         self._wait_until(has_turn=False)
 
     def _return_turn(self) -> None:
-        with self._changed:
-            self._has_turn = False
-            self._changed.notify_all()
+        self._has_turn = False
+        self._wake_ups[False].put(None)
 
     def _wait_until(self, has_turn: bool) -> None:
-        with self._changed:
-            while self._has_turn is not has_turn:
-                self._changed.wait()
+        self._wake_ups[has_turn].get()
+        while self._has_turn is not has_turn:  # the wake-up was of an interrupted caller
+            self._wake_ups[has_turn].get()
 
     def _run_forwards(self) -> None:
         while True:

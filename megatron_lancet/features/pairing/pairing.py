@@ -73,9 +73,6 @@ class _Side:
     def begin(self, number: int) -> None:
         self.number, self.last = number, None
 
-    def mark(self, doing: str, op: Op) -> None:
-        self.last, self.last_number = (doing, op), self.number
-
     def description(self, description: Callable[[str, Op], str]) -> str:
         if self.last is None:
             whose = "" if self.number is None else f" of the {self.what} of micro-batch {self.number}"
@@ -213,8 +210,9 @@ class Pairing(Position):
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets the position of the forward or backward that the caller runs."""
-        self._failed_at, self._present = None, self._side
-        self._present.mark(doing, op)
+        self._failed_at = None
+        self._present = side = self._forwards if self.lane.is_here else self._backwards
+        side.last, side.last_number = (doing, op), side.number
 
     def position(self, description: Callable[[str, Op], str]) -> str:
         """Returns where this rank is: first the pass (forward or backward) that ran last, or that has failed.

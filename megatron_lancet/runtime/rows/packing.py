@@ -24,7 +24,7 @@ class RowLayout:
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "RowLayout":
         """Returns the layout for tensors [N, ...]."""
-        return _layout(tuple(t.shape[1:] for t in tensors), tuple(t.dtype for t in tensors))
+        return _layout(tuple([t.shape[1:] for t in tensors]), tuple([t.dtype for t in tensors]))
 
     @cached_property
     def num_bytes(self) -> tuple[int, ...]:
@@ -33,35 +33,34 @@ class RowLayout:
         return tuple(shape.numel() * dtype.itemsize for shape, dtype in rows)
 
     @cached_property
-    def _row_bytes(self) -> int:
-        """Bytes of a packed row, with padding."""
-        return sum(map(_aligned, self.num_bytes))
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes of a packed row: of each tensor, and of the padding that follows it."""
+        return tuple(size for num_bytes in self.num_bytes for size in (num_bytes, _aligned(num_bytes) - num_bytes))
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Packs tensors [N, ...] into one contiguous message [N, ...]; a single tensor is the message itself."""
         if len(tensors) == 1:
             return tensors[0].contiguous()
-        packed = tensors[0].new_empty((tensors[0].size(0), self._row_bytes), dtype=torch.uint8)
-        for part, tensor in zip(self._columns(packed), tensors, strict=True):
-            target, source = _in_vectors(part), _in_vectors(tensor.reshape(part.shape))
-            if target.dtype is not source.dtype:
-                target, source = part, tensor.reshape(part.shape)
-            target.copy_(source)
+        packed = tensors[0].new_empty((tensors[0].size(0), sum(self._sizes)), dtype=torch.uint8)
+        for part, num_bytes, tensor in zip(self._parts(packed), self.num_bytes, tensors, strict=True):
+            rows = tensor.reshape(-1, num_bytes // tensor.element_size())
+            if _has_vectors(rows, num_bytes):
+                part.view(_SIXTEEN_BYTES).copy_(rows.view(_SIXTEEN_BYTES))
+            else:
+                part.view(rows.dtype).copy_(rows)
         return packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the tensors [N, ...] of a message: views of it."""
-        columns = self._columns(packed) if len(self.dtypes) > 1 else [packed]
         num_rows = packed.size(0)
-        return tuple(column.view(num_rows, *shape) for column, shape in zip(columns, self.row_shapes, strict=True))
+        if len(self.dtypes) == 1:
+            return (packed.view(num_rows, *self.row_shapes[0]),)
+        parts = zip(self._parts(packed), self.dtypes, self.row_shapes, strict=True)
+        return tuple(part.view(dtype).view(num_rows, *shape) for part, dtype, shape in parts)
 
-    def _columns(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views [N, elements of a row] of each tensor's part of a message."""
-        columns, start = [], 0
-        for num_bytes, dtype in zip(self.num_bytes, self.dtypes, strict=True):
-            columns.append(packed[:, start : start + num_bytes].view(dtype))
-            start += _aligned(num_bytes)
-        return columns
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns views [N, bytes of a row] of each tensor's part of a message."""
+        return packed.split_with_sizes(self._sizes, 1)[::2]
 
 
 @cache
@@ -70,13 +69,15 @@ def _layout(row_shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...])
     return RowLayout(row_shapes, dtypes)
 
 
-def _in_vectors(rows_Nh: torch.Tensor) -> torch.Tensor:
-    """The rows in elements of 16 bytes, if their addresses permit: a GPU then copies them to a column twice as fast."""
-    num_bytes = rows_Nh.element_size()
-    places = rows_Nh.size(1) * num_bytes, rows_Nh.stride(0) * num_bytes, rows_Nh.data_ptr()
-    if rows_Nh.stride(1) != 1 or any(place % _ALIGNMENT_BYTES for place in places):
-        return rows_Nh
-    return rows_Nh.view(_SIXTEEN_BYTES)
+def _has_vectors(rows_Nh: torch.Tensor, num_bytes: int) -> bool:
+    """Whether rows, and their part of a message, have elements of 16 bytes: a GPU copies these twice as fast.
+
+    Args:
+        num_bytes: bytes of a row.
+    """
+    if num_bytes % _ALIGNMENT_BYTES or rows_Nh.stride(1) != 1 or rows_Nh.data_ptr() % _ALIGNMENT_BYTES:
+        return False
+    return rows_Nh.stride(0) * rows_Nh.element_size() % _ALIGNMENT_BYTES == 0
 
 
 def _aligned(num_bytes: int) -> int:

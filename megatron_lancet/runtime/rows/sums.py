@@ -59,7 +59,7 @@ class Places:
         if _has_kernel(rows_nH):
             return sum_rows(rows_nH, *self.order)
         sums_pH = rows_nH.new_zeros((self.num_places, *rows_nH.shape[1:]))
-        return sums_pH.index_add_(0, self.index_n[: len(rows_nH)], rows_nH)
+        return sums_pH.index_add_(0, self.index_n[: rows_nH.size(0)], rows_nH)
 
 
 class Gathered(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_nH: torch.Tensor, places: Places) -> torch.Tensor:
-        ctx.index_n = places.index_n[: len(rows_nH)]
+        ctx.index_n = places.index_n[: rows_nH.size(0)]
         return places._sums(rows_nH)
 
     @staticmethod

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +29,8 @@ def interrupted_lane(monkeypatch, in_front_of: str) -> tuple[ForwardLane, list[s
         raise KeyboardInterrupt
 
     if in_front_of == "telling":
-        monkeypatch.setattr(lane._changed, "notify_all", interrupt)
+        wake_ups = SimpleNamespace(put=interrupt, get=lane._wake_ups[True].get)
+        monkeypatch.setitem(lane._wake_ups, True, wake_ups)
     elif in_front_of == "waiting":
         monkeypatch.setattr(lane, "_wait_until", _on_main_thread(lane._wait_until, interrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -110,6 +110,7 @@ def test_window_bounds_the_number_of_pending_dws(backward):
         backward.put(a, chunk, num_bytes=100)
         backward.store.advance_window()
         assert len(backward.store) <= 2
+    backward.store.flush()
     assert backward.stats.take().peak_dw_bytes == 200
 
 
