@@ -126,9 +126,9 @@ def count_received(moe: OverlappingMoE, x: ChunkState) -> None:
 def count_chunk(moe: OverlappingMoE, x: ChunkState) -> int:
     """Wait for the counts, and add them to the counters; returns the number of rows of this rank's experts."""
     routes = x.present_routes.wait()
-    received = x.present_routes.received()
-    if moe.comm.settings.expert_rows is not None and received is not None:
-        moe.comm.settings.expert_rows(moe.number, received)
+    receive = moe.comm.settings.expert_rows
+    if receive is not None and (received := x.present_routes.received()) is not None:
+        receive(moe.number, received)
     num_rows = int(routes.rows_per_expert.sum())
     moe.comm.stats.add("num_chunks", 1)
     moe.comm.stats.add("num_expert_rows", num_rows)

@@ -17,7 +17,7 @@ gradient. ``backward_dw()`` is never called: it would report to DDP once per chu
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ class TELinearPerChunk(LinearByPlan):
             vars(parameter).pop("grad_added_to_main_grad", None)
         if self.deferred:  # the backward calls what is the module's store now
             part = self._grad_store.part
-            self.wgrad_store = _StoreOfModule(self._put if part is None else partial(self._gather, part))
+            store = self._store_of_chunk if part is None else _StoreOfModule(partial(self._gather, part))
+            if self.wgrad_store is not store:  # setting an attribute of a module takes the host a microsecond or two
+                self.wgrad_store = store
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def begin_deferring(self: Any, name: str, store: WeightGradStore) -> None:
@@ -129,6 +131,8 @@ class TELinearPerChunk(LinearByPlan):
         self._op_name, self._grad_store, self.deferred = name, store, []
         self._late = {n: p for n, p in self.named_parameters(recurse=False) if _is_late(n) and p.requires_grad}
         self._unregistered = list(self._late)
+        self._store_of_chunk = _StoreOfModule(self._put)
+        self._by_kind: dict[str, Sequence[DeferredWeight | None]] = {}
         for parameter in self._late.values():
             parameter.skip_backward_post_hook = True
 
@@ -225,16 +229,23 @@ class TELinearPerChunk(LinearByPlan):
         if self.use_bias:
             self._add("bias", bias_grads)
 
-    @property
+    @cached_property
     def _is_grouped(self) -> bool:
         return hasattr(self, "num_gemms")
 
     def _add(self: Any, kind: str, grads: Iterable[torch.Tensor | None]) -> None:
-        names = [f"{kind}{i}" for i in range(self.num_gemms)] if self._is_grouped else [kind]
-        deferred = dict(zip(self._late, self.deferred, strict=True))
-        for name, grad in zip(names, grads, strict=True):
-            if name in deferred and grad is not None and grad.numel():
-                deferred[name].add_to_main_grad(grad, sum_first=self.has_several_uses and self.is_exact)
+        sum_first = self.has_several_uses and self.is_exact
+        for deferred, grad in zip(self._deferred_of(kind), grads, strict=True):
+            if deferred is not None and grad is not None and grad.numel():
+                deferred.add_to_main_grad(grad, sum_first=sum_first)
+
+    def _deferred_of(self: Any, kind: str) -> Sequence[DeferredWeight | None]:
+        """The weights, or the biases, of the module in order; None for one that is not trained."""
+        if kind not in self._by_kind:
+            names = [f"{kind}{i}" for i in range(self.num_gemms)] if self._is_grouped else [kind]
+            deferred = dict(zip(self._late, self.deferred, strict=True))
+            self._by_kind[kind] = [deferred.get(name) for name in names]
+        return self._by_kind[kind]
 
 
 def _is_late(name: str) -> bool:
@@ -244,6 +255,8 @@ def _is_late(name: str) -> bool:
 
 def _keep_layout_of_dw(tensors: Any) -> None:
     """Frees the data of quantized tensors in the layout that only dX needs: dX has been computed."""
+    if type(tensors) is torch.Tensor:  # most are; looking for an attribute that it lacks takes longer
+        return
     if isinstance(tensors, list | tuple):
         for tensor in tensors:
             _keep_layout_of_dw(tensor)
@@ -253,6 +266,8 @@ def _keep_layout_of_dw(tensors: Any) -> None:
 
 def _num_bytes(tensors: Any) -> int:
     """Bytes of tensors, also quantized ones and lists of them."""
+    if type(tensors) is torch.Tensor:
+        return tensors.nbytes
     return sum(tensor.nbytes for tensor in _plain_tensors(tensors))
 
 
