@@ -16,7 +16,8 @@ def test_gloo_receives_are_posted_before_the_local_rows_are_sent(monkeypatch):
 
     def exchange(received, sent, receive_rows, send_rows, group):
         log.append(f"from {group[-1]}" if len(received) else "send")
-        return SimpleNamespace(get_future=lambda: SimpleNamespace(add_done_callback=lambda callback: None))
+        future = SimpleNamespace(add_done_callback=lambda callback: None)
+        return SimpleNamespace(is_completed=lambda: False, get_future=lambda: future)
 
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
     monkeypatch.setattr(gloo, "new_groups", lambda ranks, copies, timeout, backend: [f"{i}" for i in range(copies)])
