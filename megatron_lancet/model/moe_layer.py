@@ -129,7 +129,7 @@ def count_chunk(moe: OverlappingMoE, x: ChunkState) -> int:
     receive = moe.comm.settings.expert_rows
     if receive is not None and (received := x.present_routes.received()) is not None:
         receive(moe.number, received)
-    num_rows = int(routes.rows_per_expert.sum())
+    num_rows = sum(routes.rows_per_expert.tolist())
     moe.comm.stats.add("num_chunks", 1)
     moe.comm.stats.add("num_expert_rows", num_rows)
     return num_rows

@@ -125,7 +125,9 @@ def check_ops(segment: Segment, dispatch: Dispatch, layers: Sequence[Overlapping
 
 
 class BoundOp:
-    """An instruction of a layer, with the function that runs it. One look-up for a plan, and not one for each chunk.
+    """An instruction of a layer, with the function that runs it.
+
+    Made once for a plan: the hash of a verb takes the host longer than a call.
 
     Attributes:
         chunk: index of the chunk that it is for.

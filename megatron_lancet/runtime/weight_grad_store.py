@@ -340,7 +340,7 @@ class WeightGradStore:
             self._run(tasks.pop(0))  # the list would keep the dW's tensors alive
 
     def _run(self, task: _Task) -> None:
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if self.trace is None:
                 task.compute()
             else:

@@ -67,7 +67,7 @@ class ForwardLane:
         # A state and no count of wake-ups: an interrupted caller (Ctrl-C) can't tell what it has given or taken.
         self._has_turn = False
         self._wake_ups = {has_turn: SimpleQueue[None]() for has_turn in (False, True)}
-        """Of the thread that waits until the lane has the turn, or no longer has it. Each looks at the state again."""
+        """Wake the thread that waits until the lane has the turn (True), or no longer has it."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
         self._thread_number: int | None = None

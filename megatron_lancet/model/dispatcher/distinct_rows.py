@@ -7,6 +7,7 @@ H hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def through_experts(
         rows_per_expert: [e], on the host.
         order_d: the order for rows of one expert; None for the order of the rows.
     """
-    num_rows = int(rows_per_expert.sum())
+    num_rows = sum(rows_per_expert.tolist())
     made = _expand_group(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
     assert made.place is not None
     return made.place.sums(run(made.tokens, made.probs))
@@ -166,20 +167,34 @@ def _expand_group(
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Packs bools [d, e] into numbers [d, c], which are sent with the probabilities."""
-    padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
-    values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
-    # Where no row is sent, a -1 in the shape would be ambiguous.
-    return (padded.view(len(chosen), padded.size(1) // _BITS, _BITS) * values).sum(dim=2).to(dtype)
+    return chosen.to(dtype).matmul(_values(chosen.size(1), dtype, chosen.device))
 
 
 def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Undoes :func:`_as_numbers`; [d, e]."""
-    bits = torch.bitwise_right_shift(numbers.detach().to(torch.int32).unsqueeze(2), _places(numbers)).bitwise_and(1)
-    return bits.flatten(1)[:, :num_experts].bool()
+    number_e, place_e = _bits(num_experts, numbers.device)
+    found = numbers.detach().to(torch.int32)
+    if num_experts > _BITS:
+        found = found.index_select(1, number_e)
+    return found.bitwise_right_shift(place_e).bitwise_and(1).bool()
 
 
-def _places(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(_BITS, dtype=torch.int32, device=like.device)
+@cache
+def _bits(num_experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number with each expert's bit, [e] int64, and the place of the bit in it, [e] int32."""
+    with torch.inference_mode(False):
+        expert_e = torch.arange(num_experts, device=device)
+        return expert_e // _BITS, (expert_e % _BITS).to(torch.int32)
+
+
+@cache
+def _values(num_experts: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The value of each expert's bit in each number, [e, c]; a product with them is exact in every type."""
+    number_e, place_e = _bits(num_experts, device)
+    with torch.inference_mode(False):
+        value_e = torch.bitwise_left_shift(torch.ones_like(place_e), place_e)
+        has_bit_ec = number_e.unsqueeze(1) == torch.arange(-(-num_experts // _BITS), device=device)
+        return (value_e.unsqueeze(1) * has_bit_ec).to(dtype)
 
 
 @dataclass(frozen=True)

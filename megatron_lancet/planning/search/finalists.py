@@ -36,7 +36,10 @@ def simplicity_of_order(plan: Plan) -> tuple[int, ...]:
 
 
 def kind_of(plan: Plan) -> tuple[object, ...]:
-    """Equal for plans that overlap in the same way: they differ in layers of segments, windows, gaps or the ends."""
+    """Equal for plans that overlap in the same way: they differ in layers of segments, windows, gaps or the ends.
+
+    Whole micro-batches hide messages by dWs and by a partner; at the ends of a step, chunks make another kind of them.
+    """
     ranges = frozenset((one.num_chunks, one.range) for one in plan.segments if one.num_chunks > 1)
     return plan.is_paired, ranges, *_sizes_of(plan)
 
@@ -44,9 +47,11 @@ def kind_of(plan: Plan) -> tuple[object, ...]:
 def _sizes_of(plan: Plan) -> tuple[object, ...]:
     """Equal for kinds with ops of the same sizes: they differ in pairing and in the ops that are cut."""
     cuts = {(one.num_chunks, one.num_chunks > 1 and one.chunk_dim, one.tiles > 0) for one in plan.segments}
-    is_whole = max(segment.num_chunks for segment in plan.segments) == 1
-    # Of whole micro-batches, dWs are all that hides a message.
-    return plan.dispatch, frozenset(cuts), is_whole and plan.dw_policy
+    is_whole, has_whole_ends = (
+        all(segment.num_chunks == 1 for segment in one) for one in (plan.segments, plan.at_ends.segments)
+    )
+    # Of whole micro-batches without a partner, dWs are all that hides a message.
+    return plan.dispatch, frozenset(cuts), is_whole and (plan.dw_policy, has_whole_ends)
 
 
 def distinct(best_first: Iterable[tuple[Plan, float]], most: int) -> list[Plan]:

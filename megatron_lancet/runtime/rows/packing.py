@@ -24,6 +24,8 @@ class RowLayout:
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "RowLayout":
         """Returns the layout for tensors [N, ...]."""
+        if len(tensors) == 1:
+            return _SINGLE
         return _layout(tuple([t.shape[1:] for t in tensors]), tuple([t.dtype for t in tensors]))
 
     @cached_property
@@ -52,15 +54,19 @@ class RowLayout:
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the tensors [N, ...] of a message: views of it."""
+        if self is _SINGLE:
+            return (packed,)
         num_rows = packed.size(0)
-        if len(self.dtypes) == 1:
-            return (packed.view(num_rows, *self.row_shapes[0]),)
         parts = zip(self._parts(packed), self.dtypes, self.row_shapes, strict=True)
         return tuple(part.view(dtype).view(num_rows, *shape) for part, dtype, shape in parts)
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns views [N, bytes of a row] of each tensor's part of a message."""
         return packed.split_with_sizes(self._sizes, 1)[::2]
+
+
+_SINGLE = RowLayout((), ())
+"""The layout of a single tensor, which is the message itself."""
 
 
 @cache

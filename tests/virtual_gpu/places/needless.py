@@ -36,7 +36,12 @@ NEEDLESS: dict[tuple[str, ...], str] = {
     ): "Parts that lie side by side are then copied like others before they are sent: slower, with the same result. "
     "The memory is DDP's buffer, which lives as long as the model.",
     ("runtime/comm_stats.py", "CommStats._on_device", "pair.end.record()", "recorded before the line above"): _STATS,
-    ("runtime/comm_stats.py", "CommStats._on_device", "pair.end.record()", "on another stream: pair.end.record()"): _STATS,
+    (
+        "runtime/comm_stats.py",
+        "CommStats._on_device",
+        "pair.end.record()",
+        "on another stream: pair.end.record()",
+    ): _STATS,
     ("runtime/comm_stats.py", "CommStats.wait_event", "before.record()", "on another stream: before.record()"): _STATS,
     (
         "runtime/comm_stats.py",
