@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.search.planner import NUM_AT_ENDS
 
 USERS, SAME = "off", "off-same"
 """Stock as a user has it; stock with the attention kernel and the transport of ours, which is the reference."""
@@ -74,8 +75,6 @@ VARIANTS = {
         Variant(MEGATRON_DELAYED, (*_OVERLAP, "--delay-wgrad-compute"), "with its delayed dW", ("--threads",)),
     )
 }
-_NUM_AT_ENDS = 2
-"""Micro-batches of a step with pairs that run by its settings for the ends: the first and the last one."""
 FIXED = tuple(name for name in VARIANTS if name not in (USERS, SAME, AUTO, KEPT, MEGATRON, MEGATRON_DELAYED))
 
 
@@ -139,7 +138,7 @@ class Case:
         else:
             names += ["pairs", "pairs-gaps"] if self.reduces_in_backward else ["pairs"]
             names += ["k2-seq-dedup", "pairs-dedup", "pairs-k2-seq-dedup"] if self.topk > 1 else ["k2", "pairs-k2-seq"]
-            if self.topk > 1 and self.micro_batches > _NUM_AT_ENDS:
+            if self.topk > 1 and self.micro_batches > NUM_AT_ENDS:
                 names.append("pairs-ends-k2-seq-dedup")
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []

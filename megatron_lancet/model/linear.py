@@ -51,7 +51,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         if sequence_group is not None:
             input, gathering = _start_gather(input, sequence_group)
             gathering.wait()
-        output = _product(input, weight.t(), min_rows) if min_rows else input.matmul(weight.t())
+        output = _product(input, weight.t(), min_rows)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -60,7 +60,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         group = ctx.sequence_group
         if group is not None:
             input, gathering = _start_gather(input, group)
-        grad_input = _product(grad_output, weight, ctx.min_rows) if ctx.min_rows else grad_output.matmul(weight)
+        grad_input = _product(grad_output, weight, ctx.min_rows)
         if group is not None:
             gathering.wait()
             grad_input, scattering = _start_scatter(grad_input, group)

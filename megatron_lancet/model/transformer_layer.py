@@ -127,7 +127,7 @@ def check_ops(segment: Segment, dispatch: Dispatch, layers: Sequence[Overlapping
 class BoundOp:
     """An instruction of a layer, with the function that runs it.
 
-    Made once for a plan: the hash of a verb takes the host longer than a call.
+    Finds the function once, so that the host looks no verb up while a chunk runs.
 
     Attributes:
         chunk: index of the chunk that it is for.

@@ -213,7 +213,7 @@ class CommStats:
 
 
 class _HostWait:
-    """A wait, timed by the host's clock. A generator costs the host twice as much, for every message."""
+    """A wait, timed by the host's clock. Not a generator, since the host enters one for every message."""
 
     def __init__(self, stats: CommStats, counters: tuple[str, ...]) -> None:
         self._stats = stats

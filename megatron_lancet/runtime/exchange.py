@@ -131,7 +131,7 @@ class LocalExchange:
 
 
 _AT_ONCE = threading.Event()
-"""The event of every message whose splits are known: ``Comm.launch`` launches it as soon as it is made."""
+"""The event of all messages whose splits are known: ``Comm.launch`` launches them at once, and no wait blocks on it."""
 _AT_ONCE.set()
 
 

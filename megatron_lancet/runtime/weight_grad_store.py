@@ -94,10 +94,8 @@ class DeferredWeight:
             main_grad.addmm_(grad_TO.t(), input_TI)
         elif in_gemm and _adds_to_fp32(main_grad, grad_TO, input_TI):
             torch.addmm(main_grad, grad_TO.t(), input_TI, out_dtype=main_grad.dtype, out=main_grad)
-        elif sum_first:
-            self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first=True)
         else:
-            main_grad.add_(grad_TO.t().matmul(input_TI))
+            self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first)
 
     def put(self) -> None:
         """Notes that a dW of this weight was put into the store."""
@@ -279,7 +277,7 @@ class WeightGradStore:
             self._run_in_gap(task)
 
     def _begin_gap(self, op: Op) -> None:
-        if self._rules.gaps:  # the name of an op takes the host as long as a small kernel's launch
+        if self._rules.gaps:  # only these need the op's name, which the host would make for every wait
             self._queue.begin_gap(str(op))
 
     def advance_window(self) -> None:

@@ -67,7 +67,7 @@ class ForwardLane:
         # A state and no count of wake-ups: an interrupted caller (Ctrl-C) can't tell what it has given or taken.
         self._has_turn = False
         self._wake_ups = {has_turn: SimpleQueue[None]() for has_turn in (False, True)}
-        """Wake the thread that waits until the lane has the turn (True), or no longer has it."""
+        """Wakes the thread that waits until the lane has the turn (True), or until the lane no longer has it."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
         self._thread_number: int | None = None
@@ -150,7 +150,7 @@ class ForwardLane:
 
     def _wait_until(self, has_turn: bool) -> None:
         self._wake_ups[has_turn].get()
-        while self._has_turn is not has_turn:  # the wake-up was of an interrupted caller
+        while self._has_turn is not has_turn:  # a wake-up of an interrupted call was left
             self._wake_ups[has_turn].get()
 
     def _run_forwards(self) -> None:

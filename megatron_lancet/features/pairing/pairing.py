@@ -211,7 +211,7 @@ class Pairing(Position):
     def mark(self, doing: str, op: Op) -> None:
         """Sets the position of the forward or backward that the caller runs."""
         self._failed_at = None
-        self._present = side = self._forwards if self.lane.is_here else self._backwards
+        self._present = side = self._side
         side.last, side.last_number = (doing, op), side.number
 
     def position(self, description: Callable[[str, Op], str]) -> str:

@@ -118,7 +118,7 @@ class TELinearPerChunk(LinearByPlan):
         if self.deferred:  # the backward calls what is the module's store now
             part = self._grad_store.part
             store = self._store_of_chunk if part is None else _StoreOfModule(partial(self._gather, part))
-            if self.wgrad_store is not store:  # setting an attribute of a module takes the host a microsecond or two
+            if self.wgrad_store is not store:  # a module checks every attribute that is set
                 self.wgrad_store = store
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -255,7 +255,7 @@ def _is_late(name: str) -> bool:
 
 def _keep_layout_of_dw(tensors: Any) -> None:
     """Frees the data of quantized tensors in the layout that only dX needs: dX has been computed."""
-    if type(tensors) is torch.Tensor:  # most are; looking for an attribute that it lacks takes longer
+    if type(tensors) is torch.Tensor:  # not quantized
         return
     if isinstance(tensors, list | tuple):
         for tensor in tensors:

@@ -59,7 +59,7 @@ _NUM_UNIFORM_MIDDLES = 4
 _NUM_OTHER_MIDDLES = 2
 _NUM_MIDDLES_WITH_ENDS = 2
 _NUM_ENDS = 2
-_NUM_AT_ENDS = 2
+NUM_AT_ENDS = 2
 """Micro-batches of a step that lack a partner in their forward or their backward."""
 _NUM_PAIRED_WITH_GAPS = 2
 _NUM_LISTED = 16
@@ -324,7 +324,7 @@ class Planner:
         for middle in dict.fromkeys([*whole, *fast_uniform, *by_speed[:_NUM_OTHER_MIDDLES]]):
             self._pair([options[middle][index] for index in few], [options[middle][index] for index in few])
         middles = list(dict.fromkeys(one.plan.segments for one in self._paired()))[:_NUM_MIDDLES_WITH_ENDS]
-        if self._simulator.costs.model.num_micro_batches > _NUM_AT_ENDS:
+        if self._simulator.costs.model.num_micro_batches > NUM_AT_ENDS:
             middles += whole
         for middle, ends in product(dict.fromkeys(middles), dict.fromkeys([*whole, *by_speed[:_NUM_ENDS]])):
             self._pair([options[middle][index] for index in few], [options[ends][index] for index in few])

@@ -76,7 +76,7 @@ def _layout(row_shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...])
 
 
 def _has_vectors(rows_Nh: torch.Tensor, num_bytes: int) -> bool:
-    """Whether rows, and their part of a message, have elements of 16 bytes: a GPU copies these twice as fast.
+    """Whether rows can be copied into a message in elements of 16 bytes: a GPU then copies them twice as fast.
 
     Args:
         num_bytes: bytes of a row.

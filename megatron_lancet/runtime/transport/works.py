@@ -22,7 +22,7 @@ class WorksTransfer:
         self._finished_s: list[float] = []
         self._interval = (self._start_s, self._start_s)
         for work in works:
-            if work.is_completed():  # a mocked link may take no time; a future takes the host as long as a launch
+            if work.is_completed():  # on a mocked link that takes no time
                 self._finished_s.append(self._start_s)
             else:
                 work.get_future().add_done_callback(lambda _: self._finished_s.append(time.perf_counter()))
