@@ -30,7 +30,7 @@ from megatron_lancet.planning.measured.op_times import (
     over_ranks,
     weight_grad_times,
 )
-from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces
+from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces, typical_steps
 from megatron_lancet.planning.profile import MemoryUse, Profile
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.profiler.expert_load import ExpertRows, gathered_load
@@ -189,7 +189,9 @@ class ProfileRun:
         medians = over_ranks([rank[0] for rank in ranks])
         load = gathered_load(self._model.stages, self._expert_rows, len(self._traced))
         own_paces = paces_of_rank(samples.steps, medians.op_ms, link.slowdown)
-        paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, own_paces))
+        step_ms = from_all_ranks([step.timeline.step_ms for step, _ in self._traced])
+        typical = typical_steps([str(plan) for _, plan in self._traced], step_ms)
+        paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, [own_paces[number] for number in typical]))
         # Every rank has the same figures now, but their sums may be rounded differently.
         return from_rank_0(lambda: replace(self._profile(link, ranks, medians, paces), expert_load=load))
 

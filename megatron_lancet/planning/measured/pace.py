@@ -56,6 +56,22 @@ def paces_of_rank(
     return found
 
 
+def typical_steps(plans: Sequence[str], ranks_ms: Sequence[Sequence[float]]) -> list[int]:
+    """Returns the numbers of the steps that took the median time of their plan, one for each plan, in order.
+
+    A step in which other work disturbed a rank has a slow pace, and says nothing about the steps of a training.
+
+    Args:
+        plans: plan of each traced step.
+        ranks_ms: time of each step on each rank; all ranks wait for the slowest one.
+    """
+    step_ms = [max(of_ranks) for of_ranks in zip(*ranks_ms, strict=True)]
+    by_plan: defaultdict[str, list[int]] = defaultdict(list)
+    for number, plan in enumerate(plans):
+        by_plan[plan].append(number)
+    return [sorted(numbers, key=step_ms.__getitem__)[(len(numbers) - 1) // 2] for numbers in by_plan.values()]
+
+
 def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tuple[StepPace, ...]:
     """Returns the paces of at most ``MAX_PACES`` steps, spread from the fastest to the slowest.
 

@@ -184,8 +184,8 @@ class Simulator:
         """Expected measured step; ``exposed_ms`` is the mean over ranks. Raises like :meth:`predict`.
 
         A simulation at an even pace is too fast: ranks drift apart from op to op, and at every all-to-all the faster
-        one waits for the slower. So the plan is simulated with the pace of each layer and rank in each traced step of
-        the profile, and the figures are medians over these. (dPRO replays traces of all ranks for the same reason.)
+        one waits for the slower. So the plan is simulated with the pace of each layer and rank in each step whose paces
+        the profile has, and the figures are medians over these. (dPRO replays traces of all ranks for the same reason.)
         The pace is even if the profile lacks the pace of any rank.
         """
         profile, num_ranks = self.costs.profile, len(self.loads.simulated)

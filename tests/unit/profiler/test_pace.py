@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lancet.planning.measured.op_times import Samples
-from megatron_lancet.planning.measured.pace import MAX_PACES, RankPaces, paces_of_rank, step_paces
+from megatron_lancet.planning.measured.pace import MAX_PACES, RankPaces, paces_of_rank, step_paces, typical_steps
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.unit.profiler.synthetic import FACTS, step
@@ -22,6 +22,15 @@ def test_pace_of_a_slow_step_is_slow_in_every_layer():
     in_layers = {place: factor for place, factor in paces[2].items() if place[1] > 0}
     for place, factor in in_layers.items():
         assert factor == pytest.approx(9.0 * paces[0][place]), place
+
+
+def test_step_of_median_time_is_typical_of_its_plan():
+    """The slowest rank counts; of an even number of steps the faster one of the two in the middle."""
+    plans = ["one", "one", "one", "two", "two", "three"]
+    first = [90.0, 10.0, 12.0, 20.0, 21.0, 30.0]
+    second = [11.0, 11.0, 10.0, 20.0, 19.0, 99.0]
+    assert typical_steps(plans, [first, second]) == [2, 3, 5]
+    assert typical_steps(["one", "two", "one"], [[3.0, 1.0, 2.0]]) == [2, 1]
 
 
 def ranks(*steps_of_rank, group=0):
