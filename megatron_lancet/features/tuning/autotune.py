@@ -197,9 +197,9 @@ class AutoTune(Steering):
         plan, controller = self._maker.next_plan(), self._controller
         if plan == self._setup.plan:
             return
-        if controller.baseline is None and not controller.settled:
+        if controller.profiled is None and not controller.settled:
             # In the first step under a plan saved activations are counted.
-            controller.ran_without_overlap(self._measured(self._recorder.num_steps - 1))
+            controller.profiled_first(self._setup.plan, self._measured(self._recorder.num_steps - 1))
         if plan is not None:
             self._switch(plan)
             return

@@ -18,6 +18,7 @@ from megatron_lancet.features.tuning.race import (
     Candidate,
     Race,
 )
+from megatron_lancet.plan_words import plan_in_words
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.search.finalists import NUM_FINALISTS
 from megatron_lancet.report.compared import Compared
@@ -69,12 +70,14 @@ class Planned:
         others: further plans that may win.
         kernel: runs without overlap and with another attention kernel; None if the run can't have that.
         why: a few words on how the plans were found.
+        no_overlap_ms: predicted step without overlap; None without a prediction.
     """
 
     finalists: tuple[Candidate, ...]
     others: tuple[Candidate, ...] = ()
     kernel: Candidate | None = None
     why: str = ""
+    no_overlap_ms: float | None = None
 
 
 class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
@@ -94,8 +97,8 @@ class TuningController:
     Attributes:
         plan: plan of the present steps; meaningless while the profiler chooses.
         settled: whether a plan was chosen: it has won, stayed, or was taken from a checkpoint.
-        baseline: measured without overlap, first in the profile, then in the race; None before that, or if the plan is
-            a checkpoint's.
+        profiled: measured under the first plan of the profile; None before that.
+        baseline: the last measurement without overlap; None before one, or if a checkpoint's plan has none.
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         compared: ``plan`` and no overlap in the race that ``plan`` has won; None without such a race.
@@ -115,6 +118,7 @@ class TuningController:
         self.state = TuningState.WARM_UP
         self.plan = plan_without_overlap()
         self.settled = False
+        self.profiled: StepStats | None = None
         self.baseline: StepStats | None = None
         self.prediction: StepEstimate | None = None
         self.chosen: StepStats | None = None
@@ -192,16 +196,24 @@ class TuningController:
             return self._race_on()
         stats = stats_of_rank(steps)
         if self.state is TuningState.VERIFY:
+            if self.plan == NO_OVERLAP.plan:
+                self.baseline = stats
             return self._settle(self.plan, stats, f"measured {stats}")
         assert self.state is TuningState.WATCH, self.state
         self._watched(stats)
         return None
 
-    def ran_without_overlap(self, steps: Sequence[StepTimes]) -> None:
-        """Takes the profile's steps without overlap, of all ranks together, as the baseline."""
+    def profiled_first(self, plan: Plan, steps: Sequence[StepTimes]) -> None:
+        """Takes the steps of all ranks together under the first plan of the profile.
+
+        Where ops are profiled, that plan defers weight gradients, and so hides messages. Where only links are, it is
+        the plan without overlap.
+        """
         assert self.state is TuningState.PROFILE
-        self.baseline = stats_of_rank(steps)
-        self.note(f"without overlap: {self.baseline}")
+        self.profiled = stats_of_rank(steps)
+        if plan == NO_OVERLAP.plan:
+            self.baseline = self.profiled
+        self.note(f"{plan_in_words(plan)}: {self.profiled}")
 
     def planned(self, planned: Planned) -> Plan:
         """Starts a race between the planner's plans, the present one, and no overlap."""
@@ -216,9 +228,7 @@ class TuningController:
             known = racers.get(candidate.plan)
             prediction = candidate.prediction if known is None else known.prediction or candidate.prediction
             racers[candidate.plan] = replace(known or candidate, prediction=prediction)
-        # After drift the baseline is old.
-        before_ms = None if self.settled or self.baseline is None else self.baseline.step_ms
-        self._race = Race(list(racers.values()), NO_OVERLAP, planned.kernel, before_ms)
+        self._race = Race(list(racers.values()), NO_OVERLAP, planned.kernel, planned.no_overlap_ms)
         found = f" ({planned.why})" if planned.why else ""
         texts = (
             str(one) if one.prediction is None else f"{one}, predicted {one.prediction.step_ms:.1f} ms a step"
@@ -237,9 +247,10 @@ class TuningController:
     def planning_failed(self, reason: str) -> Plan | None:
         """Goes on as before, because no plan could be made."""
         assert self.state is TuningState.PROFILE
-        before = self.chosen or self.baseline
-        assert before is not None
-        return self._settle(self.plan, before, f"{reason}; the plan stays {self.plan}", switch=True)
+        line = f"{reason}; the plan stays {self.plan}"
+        if self.chosen is None:
+            return self._verify(self.plan, line)
+        return self._settle(self.plan, self.chosen, line, switch=True)
 
     def _race_on(self) -> Plan:
         """Lets the next plan run, or ends the race."""
@@ -252,10 +263,11 @@ class TuningController:
             return self._to(TuningState.RACE, race.plan, race.num_unmeasured)
         self._race = None
         self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
-        stats = race.stats_of(winner) or self.baseline
-        assert stats is not None
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
+        stats = race.stats_of(winner)
+        if stats is None:
+            return self._verify(winner.plan, f"{winner.in_words()}: no other plan to compare with")
         self.compared, self.kernel_gain = race.compared(winner), race.gain_of(planned.kernel)
         self.won = winner.plan
         gain = None if self.compared is None else self.compared.gain
@@ -276,6 +288,11 @@ class TuningController:
             f"{self.chosen.exposed_ms:.1f} ms when the plan was chosen: planning anew"
         )
         self.chosen, self.state = stats, TuningState.PROFILE
+
+    def _verify(self, plan: Plan, line: str) -> Plan:
+        """Measures a plan that nothing is compared with."""
+        self.settled = True
+        return self._to(TuningState.VERIFY, plan, NUM_FIRST_SETTLE_STEPS, line)
 
     def _settle(self, plan: Plan, stats: StepStats, *lines: str, switch: bool = False) -> Plan | None:
         self.chosen, self.settled, self._num_departed = stats, True, 0

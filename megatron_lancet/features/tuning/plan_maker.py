@@ -242,6 +242,7 @@ class ProfilingPlanMaker:
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
+            no_overlap_ms = simulator.expected_step(plan_without_overlap()).step_ms
             profiled = self._fast_profiled(planned)
             rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
             if rival:
@@ -256,7 +257,7 @@ class ProfilingPlanMaker:
             self._note(planned.warning)
         if (line := _line_on_launches(profile)) is not None:
             self._note(line)
-        return Planned(finalists, (*profiled, *rival), self._kernel, why)
+        return Planned(finalists, (*profiled, *rival), self._kernel, why, no_overlap_ms)
 
     def _fast_profiled(self, planned: PlannedStep) -> list[Candidate]:
         """The fastest plan that ran for the profile, if the planner has proposed none of its kind."""

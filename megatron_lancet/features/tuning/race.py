@@ -28,11 +28,11 @@ NUM_SETTLE_STEPS = 1
 MIN_TURNS = 2
 """A plan that looks slow in its first turn may have met a disturbance."""
 FAR_SLOWER = 1.25
-"""A plan without overlap leaves after one turn if its step took this many times as long as the fastest plan's, in the
-profile and in that turn."""
+"""A plan without overlap leaves after one turn if its step takes this many times as long as the fastest plan's, as
+predicted and in that turn."""
 _SAME_STEP = 1.2
-"""Such a plan stays if the steps without overlap in the profile and in that turn differ by more than this factor: one
-of them was disturbed, and the reported gain is a ratio to the latter."""
+"""Such a plan stays if the predicted step without overlap and the step in that turn differ by more than this factor:
+the profile or the turn was disturbed, and the reported gain is a ratio to the latter."""
 MAX_TURNS = 6
 """After these turns only plans that count as equal to the fastest stay."""
 MAX_TIED_TURNS = 12
@@ -85,20 +85,20 @@ class Race:
         candidates: Sequence[Candidate],
         no_overlap: Candidate,
         kernel: Candidate | None,
-        before_ms: float | None = None,
+        predicted_ms: float | None = None,
     ) -> None:
         """
         Args:
             candidates: at least one, of different plans, in the order of their turns.
             no_overlap: the one of them that runs as stock does.
             kernel: the same with another attention kernel; None if that is not among them.
-            before_ms: a step without overlap, measured shortly before; None if it was not.
+            predicted_ms: a step without overlap, as predicted; None without a prediction.
         """
         self._entries = {candidate.plan: _Entry(candidate) for candidate in candidates}
         self._no_overlap = self._entries[no_overlap.plan]
         self._kernel = None if kernel is None else self._entries[kernel.plan]
         self._queue = deque(self._entries.values())
-        self._before_ms = before_ms
+        self._predicted_ms = predicted_ms
         self._num_left_of_turn = len(self._queue)
         self._num_micro_batches: int | None = None
         self._lines: list[str] = []
@@ -173,7 +173,7 @@ class Race:
         self._lines.append(
             f"a step has {num_micro_batches} micro-batches now, {self._num_micro_batches} before: measuring anew"
         )
-        self._num_micro_batches, self._before_ms = num_micro_batches, None
+        self._num_micro_batches, self._predicted_ms = num_micro_batches, None
         for entry in self._entries.values():
             entry.steps, entry.num_turns = [], 0
         self._num_left_of_turn = len(self._queue)
@@ -211,16 +211,16 @@ class Race:
             self._add_kernel()
 
     def _far_slower(self, stats: Sequence[tuple[_Entry, StepStats]], best: StepStats) -> list[tuple[_Entry, StepStats]]:
-        """Plans without overlap that were far slower than the fastest plan before the race and in their first turn.
+        """Plans without overlap that are far slower than the fastest plan by prediction and in their first turn.
 
-        Their steps cost most, and a disturbance rarely lasts from the profile to that turn. None leaves if the two
-        measurements disagree. Two plans always stay.
+        Their steps cost most, and a disturbance rarely lasts from the profile to that turn. None leaves if prediction
+        and measurement disagree. Two plans always stay.
         """
         limit_ms = FAR_SLOWER * best.step_ms
-        if self._before_ms is None or self._before_ms <= limit_ms:
+        if self._predicted_ms is None or self._predicted_ms <= limit_ms:
             return []
         in_turn_ms = self._no_overlap.stats.step_ms
-        if max(in_turn_ms, self._before_ms) > _SAME_STEP * min(in_turn_ms, self._before_ms):
+        if max(in_turn_ms, self._predicted_ms) > _SAME_STEP * min(in_turn_ms, self._predicted_ms):
             return []
         slower = [
             (entry, own) for entry, own in stats if entry.candidate.plan.overlaps_nothing and own.step_ms > limit_ms

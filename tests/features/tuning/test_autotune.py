@@ -239,7 +239,7 @@ def test_autotune_survives_a_failing_planner(capsys):
     run.first_ms = 500.0
     assert run.steps(12)[-3:] == [plan_without_overlap()] * 3
     said = lines(capsys)
-    assert said[1] == "without overlap: 100.0 ms a step, 5.0 ms of it exposed", "a plan's first step does not count"
+    assert said[1] == "no overlap: 100.0 ms a step, 5.0 ms of it exposed", "a plan's first step does not count"
     assert said[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
     assert run.tuner.summary()["tuning"]["how"] == "no plan was found: the profile has no all-to-all times"
 

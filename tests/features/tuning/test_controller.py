@@ -14,7 +14,7 @@ from megatron_lancet.features.tuning.controller import (
     TuningState,
 )
 from megatron_lancet.features.tuning.race import MIN_TURNS, NUM_FIRST_SETTLE_STEPS, NUM_SETTLE_STEPS, Candidate
-from megatron_lancet.plan_words import plan_text
+from megatron_lancet.plan_words import plan_in_words, plan_text
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS, StepTimes
@@ -38,7 +38,7 @@ def profiling(baseline_ms: float = 200.0) -> TuningController:
     assert [tuning.step_done() for _ in range(NUM_WARM_UP_STEPS)] == [False] * (NUM_WARM_UP_STEPS - 1) + [True]
     assert (tuning.num_measured_steps, tuning.decide([])) == (0, None)
     assert tuning.state is TuningState.PROFILE
-    tuning.ran_without_overlap([StepTimes(baseline_ms, 50.0, 100.0)] * 3)
+    tuning.profiled_first(fixed_plan(1), [StepTimes(baseline_ms, 50.0, 100.0)] * 3)
     return tuning
 
 
@@ -82,14 +82,14 @@ def watch(
 
 def test_fastest_plan_is_kept():
     tuning = profiling(201)
-    assert tuning.planned(planned(PLAN, OTHER, why="best of 12")) == BASE
+    assert tuning.planned(planned(PLAN, OTHER, why="best of 12", no_overlap_ms=201)) == BASE
     assert not tuning.settled
     assert race(tuning, {BASE: 200, PLAN: 150, OTHER: 160}, 8) == [BASE, PLAN, OTHER, OTHER, PLAN]
     assert tuning.settled
     assert (tuning.plan, tuning.remark, tuning.prediction) == (PLAN, "", StepEstimate(148.0, 10.0))
     assert (tuning.chosen.step_ms, tuning.baseline.step_ms) == (150, 200)
     assert tuning.lines == [
-        "without overlap: 201.0 ms a step, 50.0 ms of it exposed",
+        f"{plan_in_words(fixed_plan(1))}: 201.0 ms a step, 50.0 ms of it exposed",
         f"measuring 3 plans in turns: no overlap; {PLAN}, predicted 148.0 ms a step; {OTHER}, predicted 148.0 ms a "
         "step (best of 12)",
         f"out after 1 turn: no overlap (200.0 ms); {PLAN} takes 150.0 ms",
@@ -192,7 +192,9 @@ def test_only_plan_is_no_overlap():
     tuning = profiling()
     in_two_stages = replace(BASE, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
     assert tuning.planned(planned(in_two_stages)) == BASE
-    assert tuning.state is TuningState.WATCH
+    assert (tuning.state, tuning.settled, tuning.baseline) == (TuningState.VERIFY, True, None)
+    assert measure(tuning, 210, num_unmeasured=NUM_FIRST_SETTLE_STEPS) is None
+    assert (tuning.state, tuning.chosen.step_ms) == (TuningState.WATCH, 210)
     assert tuning.chosen == tuning.baseline
     assert tuning.prediction == StepEstimate(148.0, 10.0)
 
@@ -215,8 +217,10 @@ def test_plan_of_a_short_run_is_not_judged():
 def test_controller_without_a_plan_changes_nothing():
     tuning = profiling()
     plan = tuning.planning_failed("no plan fits")
-    assert (tuning.state, tuning.plan, plan) == (TuningState.WATCH, BASE, BASE)
+    assert (tuning.state, tuning.plan, plan) == (TuningState.VERIFY, BASE, BASE)
     assert tuning.lines[-1] == f"no plan fits; the plan stays {BASE}"
+    assert measure(tuning, 240, num_unmeasured=NUM_FIRST_SETTLE_STEPS) is None
+    assert (tuning.state, tuning.baseline.step_ms) == (TuningState.WATCH, 240), "the profile's step hid messages"
 
 
 def test_plan_from_a_checkpoint_is_measured_and_not_judged():

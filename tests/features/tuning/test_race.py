@@ -63,7 +63,7 @@ def test_clear_winner_needs_two_turns_of_each_plan():
 
 
 @pytest.mark.parametrize(
-    ("before_ms", "kernel_ms", "first_turn"),
+    ("predicted_ms", "kernel_ms", "first_turn"),
     [
         (200, 190, [BASE, KERNEL.plan]),
         (200, 180, [BASE]),
@@ -71,11 +71,11 @@ def test_clear_winner_needs_two_turns_of_each_plan():
         (300, 190, []),
         (None, 190, []),
     ],
-    ids=["both are far slower", "the kernel is near", "was near before", "was disturbed", "was not measured before"],
+    ids=["both are far slower", "the kernel is near", "near by prediction", "was disturbed", "not predicted"],
 )
-def test_no_overlap_leaves_early_if_far_slower_twice(before_ms, kernel_ms, first_turn):
+def test_no_overlap_leaves_early_if_far_slower_twice(predicted_ms, kernel_ms, first_turn):
     plans = [NO_OVERLAP, KERNEL, Candidate(TWO), Candidate(FOUR)]
-    race = Race(plans, NO_OVERLAP, KERNEL, before_ms)
+    race = Race(plans, NO_OVERLAP, KERNEL, predicted_ms)
     with_it = replace(TWO, fused_attention=True)
     ran = Counter(run(race, {BASE: 200, KERNEL.plan: kernel_ms, TWO: 150, FOUR: 200, with_it: 160}))
     assert {plan for plan in ran if ran[plan] == 1} == set(first_turn)
@@ -84,7 +84,7 @@ def test_no_overlap_leaves_early_if_far_slower_twice(before_ms, kernel_ms, first
     assert race.winner.plan == TWO
 
 
-def test_step_before_the_race_is_forgotten_with_another_batch():
+def test_prediction_is_forgotten_with_another_batch():
     race = Race([NO_OVERLAP, Candidate(TWO), Candidate(FOUR)], NO_OVERLAP, None, 400)
     assert not race.begin_again(8)
     assert race.begin_again(4)

@@ -67,7 +67,9 @@ def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     assert len(run.losses) == NUM_ITERS
     assert_equal(run, stock)
     said = lines_of(run)
-    assert any("without overlap: " in line for line in said), said
+    assert any("whole micro-batches, weight gradients deferred by up to two all-to-alls: " in line for line in said), (
+        said
+    )
     racers = r"measuring \d plans in turns: no overlap; no overlap, fused attention; .*predicted .*"
     expected = re.compile(rf"{racers}best of \d+, planned in .* from a profile of \d+ steps")
     assert any(expected.search(line) for line in said), said
@@ -139,7 +141,7 @@ def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_pa
     assert len(run.losses) == NUM_SCRIPTED_ITERS
     assert_equal(run, stock)
     kinds = (
-        "tuned during training", "tunes during the first 37 steps", "without overlap: ",
+        "tuned during training", "tunes during the first 37 steps", "no overlap: ",
         "measuring 4 plans in turns: no overlap; fused; chunks=4 .* predicted 50.0 ms",
         "out after 2 turns: fused .*, chunks=4 .*, chunks=2 .* no overlap takes",
         "no overlap: measured .* and no plan is faster .* the attention kernel alone gave 0",
