@@ -1,5 +1,6 @@
 """The table of whole trainings: what ``--lancet-plan auto`` brings in each case, and how it compares."""
 
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -13,6 +14,20 @@ _FOLDER = "../benchmarks/results"
 """Path from docs/performance.md to the result files."""
 _MUCH = 0.3
 """Share of stock's step from which on its waits are what decides."""
+_CHOICES = {
+    "pairs": "paired",
+    "pairs with chunks at the ends of a step": "at the ends",
+    "sequence chunks": "dim=sequence",
+    "batch chunks": r"chunks=[2-9]\d* dim=batch",
+    "one row per token and rank": "dispatch=dedup",
+    "two hops": "dispatch=two-hop",
+    "deferred weight gradients": "dw=fill",
+    "another attention kernel": "attention=fused",
+    "several segments": r"^layers ",
+    "chunks of the experts or from the router on": "range=(experts|gate)",
+    "tiles": "tiles=",
+}
+"""What a plan may have, and its text there."""
 
 
 def auto() -> str:
@@ -37,7 +52,8 @@ def auto() -> str:
                 f"{found.max_loss_difference:.0e}",
             ]
         )
-    return f"{markdown(lines)}\n\n{_on_best_plans()} {_on_predictions()}" if len(lines) > 1 else NO_RESULT
+    sentences = f"{_on_best_plans()} {_on_predictions()} {_on_choices()}"
+    return f"{markdown(lines)}\n\n{sentences}" if len(lines) > 1 else NO_RESULT
 
 
 def _to_best(found: CaseSummary) -> str:
@@ -62,6 +78,14 @@ def _on_predictions() -> str:
         if errors
         else "No plan had a predicted and a measured step."
     )
+
+
+def _on_choices() -> str:
+    plans = [found.variants[AUTO].plan for _, _, found in _found()]
+    counts = {name: sum(re.search(text, plan) is not None for plan in plans) for name, text in _CHOICES.items()}
+    words = ("never", "once")
+    chosen = (f"{name} {words[count] if count < 2 else f'{count} times'}" for name, count in counts.items())
+    return f"In {len(plans)} chosen plans: {', '.join(chosen)}."
 
 
 def _found() -> list[tuple[str, Quoted, CaseSummary]]:
