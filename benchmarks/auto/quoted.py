@@ -24,7 +24,7 @@ _CHOICES = {
     "deferred weight gradients": "dw=fill",
     "another attention kernel": "attention=fused",
     "several segments": r"^layers ",
-    "chunks of the experts or from the router on": "range=(experts|gate)",
+    "a range narrower than the stack": "range=(experts|gate)",
     "tiles": "tiles=",
 }
 """What a plan may have, and its text there."""

@@ -59,7 +59,7 @@ def paces_of_rank(
 def typical_steps(plans: Sequence[str], ranks_ms: Sequence[Sequence[float]]) -> list[int]:
     """Returns the numbers of the steps that took the median time of their plan, one for each plan, in order.
 
-    A step in which other work disturbed a rank has a slow pace, and says nothing about the steps of a training.
+    A step that other work disturbed is slow. Its pace would make every prediction slow.
 
     Args:
         plans: plan of each traced step.
