@@ -186,7 +186,8 @@ class ProfileRun:
             RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows, holders),
         )
         ranks = from_all_ranks(own)
-        medians = over_ranks([rank[0] for rank in ranks])
+        stages = from_all_ranks(parallel_state.get_pipeline_model_parallel_rank())
+        medians = over_ranks([rank[0] for rank in ranks], stages)
         load = gathered_load(self._model.stages, self._expert_rows, len(self._traced))
         own_paces = paces_of_rank(samples.steps, medians.op_ms, link.slowdown)
         step_ms = from_all_ranks([step.timeline.step_ms for step, _ in self._traced])

@@ -12,7 +12,7 @@ from megatron_lancet.lab.from_trace.kernels import is_collective
 from megatron_lancet.lab.from_trace.lacks import TraceLacks, damage_refused
 from megatron_lancet.lab.from_trace.links import RankSteps, link_times
 from megatron_lancet.lab.from_trace.packing import with_packing
-from megatron_lancet.lab.from_trace.passes import num_stages_of, stage_of
+from megatron_lancet.lab.from_trace.passes import stage_of
 from megatron_lancet.lab.from_trace.step import TracedStep, expert_group, read_step
 from megatron_lancet.planning.measured.op_times import OpKey, Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces
@@ -72,7 +72,7 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
         samples[rank] = Samples()
         for step in own:
             samples[rank].add(step, plan, model)
-    medians = over_ranks([one.medians() for one in samples.values()])
+    medians = over_ranks([one.medians() for one in samples.values()], [stage_of(ranks[rank]) for rank in samples])
     groups = {rank: expert_group(events) for rank, events in ranks.items()}
     paces = [
         RankPaces(groups[rank][0], groups[rank].index(rank), paces_of_rank(one.steps, medians.op_ms, lambda _: 1.0))
@@ -91,7 +91,7 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
         weight_grads=weight_grads_with_chunks(weight_grad_times(medians, model), model),
         link=link,
         memory=(),
-        rest_ms=round(_rest_ms(ranks, steps, medians.rest_ms), 4),
+        rest_ms=round(medians.rest_ms, 4),
         received_share=_received_share(steps, whole) if whole else _sent_share(steps[first]),
         measured_steps_ms={STOCK: round(max(_step_ms(own) for own in steps.values()), 4)},
         routing=_routing(steps, whole),
@@ -110,21 +110,6 @@ def _slowdown(rank: RankEvents) -> float:
     grids = [kernel.args.get("grid") for kernel in rank.kernels if is_collective(kernel)]
     blocks = max((int(grid[0]) for grid in grids if isinstance(grid, list) and grid), default=0)
     return rank.num_sms / max(1, rank.num_sms - blocks)
-
-
-def _rest_ms(ranks: Mapping[int, RankEvents], steps: RankSteps, idle_ms: float) -> float:
-    """Time of a step outside of passes.
-
-    A stage is idle while the pipeline fills and drains. That time does not count: there only what is before the first
-    stage's first pass and behind its last one counts.
-
-    Args:
-        idle_ms: time in which a rank runs no op.
-    """
-    if all(num_stages_of(rank) == 1 for rank in ranks.values()):
-        return idle_ms
-    outside = [step.outside_ms for rank, own in steps.items() if stage_of(ranks[rank]) == 0 for step in own]
-    return statistics.median(outside)
 
 
 def _whole_groups(groups: Mapping[int, tuple[int, ...]], ranks: Mapping[int, RankEvents]) -> list[tuple[int, ...]]:

@@ -62,7 +62,6 @@ class TracedStep:
         sent: all-to-alls of rows, in order.
         counts_ms: times of the exchanges of token counts, in order.
         parts: of ops, by name.
-        outside_ms: time before the first pass and behind the last one.
         host: empty: the profile of a trace has no times of launches.
     """
 
@@ -74,7 +73,6 @@ class TracedStep:
     sent: tuple[Sent, ...]
     counts_ms: tuple[float, ...]
     parts: Mapping[str, OpParts]
-    outside_ms: float
     host: tuple[Span, ...] = ()
 
 
@@ -107,7 +105,6 @@ def read_step(rank: RankEvents, step: tuple[float, float], first_layers: Sequenc
         forwards.append(_add(found, rank, batch, step[0], first_layers[batch.part]))
     found.spans.sort(key=lambda span: (span.start_ms, span.end_ms))
     step_ms = (step[1] - step[0]) / _US_PER_MS
-    passes_ms = max(span.end_ms for span in found.spans) - found.spans[0].start_ms
     return TracedStep(
         timeline=RankTimeline(rank.rank, tuple(found.spans), step_ms),
         received_rows=dict(found.received_rows),
@@ -117,7 +114,6 @@ def read_step(rank: RankEvents, step: tuple[float, float], first_layers: Sequenc
         sent=tuple(found.sent),
         counts_ms=tuple(found.counts_ms),
         parts=dict(found.parts),
-        outside_ms=max(0.0, step_ms - passes_ms),
     )
 
 

@@ -113,6 +113,7 @@ class Samples:
         pinned_bytes: bytes that stay alive until the dW has run.
         weight_bytes: bytes of the gradient that the dW adds to.
         rest_ms: time of each step outside all spans, for example in the optimizer.
+        outside_ms: time of each step before its first span and behind its last one.
         steps: the samples in ``ops``, by step.
         host: times in which the host launches, of the same ops in each micro-batch.
         host_of_dws: the same for weight gradients.
@@ -124,6 +125,7 @@ class Samples:
     pinned_bytes: dict[DwKey, list[int]] = field(default_factory=lambda: defaultdict(list))
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
+    outside_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
     host: dict[OpKey, list[float]] = field(default_factory=lambda: defaultdict(list))
     host_of_dws: dict[DwKey, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -160,8 +162,10 @@ class Samples:
             self.pinned_bytes[dw_key] += facts.pinned_bytes
             self.weight_bytes[dw_key] = facts.weight_bytes
         self._add_host(step.host, plan, model)
-        busy_ms = sum(span.ms for span in step.timeline.spans if span.lane is not Lane.COMM)
-        self.rest_ms.append(step.timeline.step_ms - busy_ms)
+        spans = [span for span in step.timeline.spans if span.lane is not Lane.COMM]
+        self.rest_ms.append(step.timeline.step_ms - sum(span.ms for span in spans))
+        inside_ms = max(span.end_ms for span in spans) - spans[0].start_ms if spans else 0.0
+        self.outside_ms.append(step.timeline.step_ms - inside_ms)
 
     def _add_host(self, host: Sequence[Span], plan: Plan, model: ModelFacts) -> None:
         for name, spans in _computed(host).items():
@@ -189,6 +193,7 @@ class Samples:
             {key: statistics.median(values) for key, values in self.pinned_bytes.items()},
             dict(self.weight_bytes),
             statistics.median(self.rest_ms),
+            statistics.median(self.outside_ms),
             {key: statistics.median(times) for key, times in self.host.items()},
             {key: statistics.median(times) for key, times in self.host_of_dws.items()},
         )
@@ -204,19 +209,29 @@ class OpMedians:
     pinned_bytes: Mapping[DwKey, float]
     weight_bytes: Mapping[DwKey, int]
     rest_ms: float
+    outside_ms: float = 0.0
     host_ms: Mapping[OpKey, float] = field(default_factory=dict)
     dw_host_ms: Mapping[DwKey, float] = field(default_factory=dict)
 
 
-def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
-    """Returns medians over the ranks that have the op: a pipeline stage has some of the layers."""
+def over_ranks(ranks: Sequence[OpMedians], stages: Sequence[int]) -> OpMedians:
+    """Returns medians over the ranks that have the op: a pipeline stage has some of the layers.
+
+    With several stages ``rest_ms`` is the first stage's time outside: it begins a step and ends it. Other stages, and
+    the first one in between, also wait while the pipeline fills and drains.
+
+    Args:
+        stages: pipeline stage of each rank.
+    """
+    first = [rank.outside_ms for rank, stage in zip(ranks, stages, strict=True) if stage == 0]
     return OpMedians(
         _medians(rank.op_ms for rank in ranks),
         _medians(rank.received for rank in ranks),
         _medians(rank.dw_ms for rank in ranks),
         _medians(rank.pinned_bytes for rank in ranks),
         {key: num_bytes for rank in ranks for key, num_bytes in rank.weight_bytes.items()},
-        statistics.median(rank.rest_ms for rank in ranks),
+        statistics.median(first if max(stages) else [rank.rest_ms for rank in ranks]),
+        statistics.median(rank.outside_ms for rank in ranks),
         _medians(rank.host_ms for rank in ranks),
         _medians(rank.dw_host_ms for rank in ranks),
     )

@@ -9,7 +9,7 @@ from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
-from megatron_lancet.schedule.timeline import Lane, Span
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
@@ -133,12 +133,25 @@ def test_rest_time_is_what_no_span_covers():
     assert figures(1.0, 2.0).rest_ms == pytest.approx(5.0)
 
 
+def test_rest_time_of_a_pipeline_is_outside_of_all_passes():
+    """Later stages, and the first one in between, also wait while the pipeline fills and drains."""
+    spans = (Span("F.head", Lane.COMPUTE, 2.0, 4.0), Span("L1.c0.F.mlp", Lane.COMPUTE, 7.0, 9.0))
+    timeline = RankTimeline(0, spans, 10.0)
+    samples = Samples()
+    samples.add(dataclasses.replace(step(WHOLE), timeline=timeline), WHOLE, FACTS)
+    first = samples.medians()
+    assert (first.rest_ms, first.outside_ms) == (6.0, 3.0)
+    last = dataclasses.replace(first, rest_ms=8.0, outside_ms=5.0)
+    assert over_ranks([last, first], [1, 0]).rest_ms == 3.0
+    assert over_ranks([last, first], [0, 0]).rest_ms == 7.0
+
+
 def test_op_times_merge_layers_of_all_ranks():
     slow, fast = figures(3.0), figures(1.0)
     key = op_key(Op.parse("L1.c0.F.mlp"), WHOLE, FACTS)
     only_here = op_key(Op.parse("L2.c0.F.experts"), WHOLE, FACTS)
     del fast.op_ms[only_here]
-    both = over_ranks([slow, fast])
+    both = over_ranks([slow, fast], [0, 0])
     assert both.op_ms[key] == 2.0
     assert both.op_ms[only_here] == slow.op_ms[only_here]
 
