@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,27 +18,37 @@ _MEASURED = ("row_bytes", "combine_row_bytes", "counts_bytes", "prob_bytes")
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """Identifies what was profiled; the measured fields of ``model`` don't count, ``versions`` are by package."""
+    """Identifies what was profiled; the measured fields of ``model`` don't count, ``versions`` are by package.
+
+    Attributes:
+        plans: the profiled plans, see :func:`names_of`; a planner tries nothing of which no plan was profiled.
+    """
 
     model: ModelFacts
     device: str
     versions: dict[str, str]
+    plans: tuple[str, ...] = ()
 
     @staticmethod
     def of(profile: Profile) -> "ProfileKey":
         """Returns the key under which a profile is kept."""
-        return ProfileKey(profile.model, profile.device, profile.versions)
+        return ProfileKey(profile.model, profile.device, profile.versions, names_of(profile.measured_steps_ms))
 
     def fields(self) -> dict[str, str]:
         """Returns everything that must agree, as text by name."""
         model = {name: json.dumps(value) for name, value in to_plain(self.model).items() if name not in _MEASURED}
         versions = {f"version of {name}": version for name, version in sorted(self.versions.items())}
-        return {**model, "device": self.device, **versions}
+        return {**model, "device": self.device, **versions, "profiled plans": "; ".join(self.plans)}
 
     def path(self, folder: Path) -> Path:
         """Returns the file that holds the profile with this key."""
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()
         return folder / f"profile-{digest[:16]}.json"
+
+
+def names_of(plans: Iterable[object]) -> tuple[str, ...]:
+    """Plans as text, in order and without bounds of memory, on which measured times do not depend."""
+    return tuple(sorted({re.sub(r" dw-memory=\S+", "", str(plan)) for plan in plans}))
 
 
 def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:

@@ -26,7 +26,8 @@ _PACKAGES = ("torch", "megatron-core")
 _NAMED = (
     ("layers", "num_layers"), ("mtp", "mtp_num_layers"), ("hidden", "hidden_size"), ("ffn", "ffn_hidden_size"),
     ("expert-ffn", "moe_ffn_hidden_size"), ("shared-ffn", "moe_shared_expert_intermediate_size"),
-    ("heads", "num_attention_heads"), ("groups", "num_query_groups"), ("experts", "num_moe_experts"),
+    ("heads", "num_attention_heads"), ("groups", "num_query_groups"), ("kv-channels", "kv_channels"),
+    ("experts", "num_moe_experts"),
     ("top", "moe_router_topk"), ("tp", "tensor_model_parallel_size"), ("etp", "expert_tensor_parallel_size"),
     ("cp", "context_parallel_size"), ("pp", "pipeline_model_parallel_size"),
 )  # fmt: skip
@@ -43,6 +44,7 @@ class ProfiledModel:
         seq_length: positions of a sample, summed over the ranks of a context-parallel group.
         num_micro_batches: micro-batches in a step.
         comm_sms: SMs that an all-to-all may take, at most; None for NCCL's choice.
+        attention: ``--lancet-attention``.
     """
 
     stages: tuple[LanguageModel, ...]
@@ -51,6 +53,7 @@ class ProfiledModel:
     seq_length: int
     num_micro_batches: int
     comm_sms: int | None = None
+    attention: str = ""
 
     @property
     def config(self) -> TransformerConfig:
@@ -74,13 +77,15 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
     config = model.config
     own = [(layer.number, layer.kind) for stage in model.stages for layer in overlapping_layers(stage)]
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = {number: (kind, stage) for stage, layers in from_all_ranks((stage, own)) for number, kind in layers}
+    ranks = from_all_ranks((stage, own))
+    places = {stage: place for place, stage in enumerate(sorted({stage for stage, layers in ranks if layers}))}
+    layers = {number: (kind, places[stage]) for stage, layers in ranks for number, kind in layers}
     assert set(layers) == set(range(1, len(layers) + 1)), layers
     dtype, num_mtp = config.params_dtype, config.mtp_num_layers or 0
     router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
     row, prob = torch.empty(0, config.hidden_size, dtype=dtype), torch.empty(0, dtype=router_dtype)
     return ModelFacts(
-        name=_name(config),
+        name=_name(model),
         layer_kinds=tuple(layers[number][0] for number in sorted(layers)),
         stage_of_layer=tuple(layers[number][1] for number in sorted(layers)),
         micro_batch_size=model.micro_batch_size,
@@ -139,8 +144,10 @@ def _message_bytes(*tensors: torch.Tensor) -> int:
     return packed.element_size() * packed.shape[1:].numel()
 
 
-def _name(config: TransformerConfig) -> str:
+def _name(model: ProfiledModel) -> str:
     """Summarises the settings that the ops' times depend on."""
+    config = model.config
+    vocabulary = getattr(model.stages[0], "vocab_size", None)
     sizes = [f"{label}={value}" for label, name in _NAMED if (value := getattr(config, name)) is not None]
     kinds = [
         str(config.params_dtype).removeprefix("torch."),
@@ -152,6 +159,17 @@ def _name(config: TransformerConfig) -> str:
         *([f"fp4={config.fp4}-{config.fp4_recipe}"] if config.fp4 else []),
         *(["bias"] if config.add_bias_linear else []),
         *(["repeated-mtp"] if config.mtp_num_layers and config.mtp_use_repeated_layer else []),
-        *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),
+        *([_recompute(config)] if config.recompute_granularity else []),
+        *(["grouped-experts"] if config.moe_grouped_gemm else []),
+        f"attention={getattr(config.attention_backend, 'name', config.attention_backend)}",
+        *([f"lancet-attention={model.attention}"] if model.attention else []),
+        *([f"vocabulary={vocabulary}"] if vocabulary else []),
     ]
     return " ".join(["hybrid" if config.is_hybrid_model else "gpt", *sizes, *kinds])
+
+
+def _recompute(config: TransformerConfig) -> str:
+    """What is recomputed."""
+    full = (config.recompute_method, config.recompute_num_layers)
+    parts = config.recompute_modules if config.recompute_granularity == "selective" else full
+    return "-".join(["recompute", config.recompute_granularity, *(str(part) for part in parts or () if part)])

@@ -112,7 +112,8 @@ class AutoTune(Steering):
         self._say()
         if tunes:
             self._note_tuned(iteration)
-        self._pay_off.add(iteration, (self._clock_s() - start_s) * 1e3, controller.compared, not tunes)
+        elapsed_ms = (self._clock_s() - start_s) * 1e3
+        self._pay_off.add(iteration, elapsed_ms, controller.compared, not tunes, self._maker.num_micro_batches())
         return result
 
     def _note_tuned(self, iteration: int) -> None:
@@ -170,6 +171,7 @@ class AutoTune(Steering):
             tuned, line = from_rank_0(self._tuned_plan_that_fits)
             if tuned is not None:
                 self._how = "taken from the checkpoint"
+                setattr(args, ATTRIBUTE, self._from_checkpoint)  # until it has been measured
                 self._act(controller.take_over(tuned.plan, tuned.baseline, tuned.prediction, line))
                 return
             controller.note(line)
@@ -209,7 +211,7 @@ class AutoTune(Steering):
             self._how = f"no plan was found: {failure}"
             self._act(self._controller.planning_failed(str(failure)))
             return
-        self._how = planned.why
+        self._how, self._made_for = planned.why, self._maker.made_for()  # the batch may have grown
         self._act(self._controller.planned(planned))
 
     def _act(self, plan: Plan | None) -> None:

@@ -1,6 +1,6 @@
 """Whether tuning has cost less time than its plan has saved since then. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_lancet.report.compared import Compared
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
@@ -22,30 +22,45 @@ class PayOff:
     since_step: int | None = None
     balance_ms: float = 0.0
     _num_steps: int = 0
-    _spent_ms: float = 0.0
+    _num_micro_batches: int = 0
+    _tuning: list[tuple[int, float]] = field(default_factory=list)
+    _compared: Compared | None = None
 
-    def add(self, iteration: int, elapsed_ms: float, compared: Compared | None, is_settled: bool) -> None:
-        """Counts a step.
+    def add(
+        self, iteration: int, elapsed_ms: float, compared: Compared | None, is_settled: bool, num_micro_batches: int
+    ) -> None:
+        """Counts a step, if it is as long as the compared steps: a batch may grow.
 
         Args:
             iteration: its number.
             elapsed_ms: its time, with the work of tuning around it.
             compared: the measured steps; None before a plan was chosen.
             is_settled: whether it ran under the chosen plan.
+            num_micro_batches: of this step.
         """
         self._num_steps += 1
         if self._num_steps <= NUM_WARM_UP_STEPS:
             return
-        self._spent_ms += elapsed_ms
+        if not is_settled:
+            self._tuning.append((num_micro_batches, elapsed_ms))
         if compared is None:
             return
-        self.balance_ms = (self._num_steps - NUM_WARM_UP_STEPS) * compared.no_overlap_ms - self._spent_ms
-        if not is_settled:
-            self.cost_ms = -self.balance_ms
+        if self._tuning and (is_settled or compared is not self._compared):  # a search has ended
+            self._book(compared)
+        if is_settled and num_micro_batches == self._num_micro_batches:
+            self.balance_ms += compared.no_overlap_ms - elapsed_ms
         if self.balance_ms < 0:
             self.since_step = None
         elif self.since_step is None and is_settled:
             self.since_step = iteration
+
+    def _book(self, compared: Compared) -> None:
+        """Counts the steps of a search."""
+        self._compared, self._num_micro_batches = compared, self._tuning[-1][0]
+        same = [ms for number, ms in self._tuning if number == self._num_micro_batches]
+        lost_ms = sum(same) - len(same) * compared.no_overlap_ms
+        self.cost_ms, self.balance_ms = self.cost_ms + lost_ms, self.balance_ms - lost_ms
+        self._tuning.clear()
 
     def as_text(self, compared: Compared) -> str:
         """A sentence without its end.

@@ -90,13 +90,14 @@ class ProfilingPlanMaker:
         self._is_kept = False
         self._found: Profile | None = None
         self._looked_up = False
+        self._num_micro_batches = 0
         self._source = ""
         self.profile: Profile | None = None
         self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
         """The inputs of a plan, by name: model, layout, device, versions, the user's limits."""
-        self._key = key_of(self._model())
+        self._key = replace(key_of(self._model()), plans=cache.names_of(self._plans))
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 
     def num_micro_batches(self) -> int:
@@ -115,10 +116,15 @@ class ProfilingPlanMaker:
         Args:
             again: whether the run has a plan already.
         """
-        self._refreshes, self._plan_before, self._found = self._look_up(), self._setup.plan, None
+        self._refreshes, self._plan_before = self._look_up(), self._setup.plan
         self._is_kept = self._refreshes and not again
+        self._begin()
+
+    def _begin(self) -> None:
+        self._found, self._num_micro_batches = None, self.num_micro_batches()
         if self._refreshes:
-            self._steps = ProfileSteps(ProfileRun(self._model(), [self._setup.plan.in_middle], _NUM_REFRESH_STEPS))
+            plans = [self._plan_before.in_middle]
+            self._steps = ProfileSteps(ProfileRun(self._model(), plans, _NUM_REFRESH_STEPS))
         else:
             self._begin_whole()
 
@@ -130,6 +136,9 @@ class ProfilingPlanMaker:
     def next_plan(self) -> Plan | None:
         """The plan for the next profiled step, None when the profile is complete."""
         assert self._steps is not None
+        if self._num_micro_batches != (now := self.num_micro_batches()):
+            self._note(f"a step has {now} micro-batches now, {self._num_micro_batches} before: profiling anew")
+            self._begin()
         if self._steps.next_plan is None and self._found is None:
             found = self._found = self._steps.finish()
             if self._is_kept and from_rank_0(lambda: self._misfits(found)):

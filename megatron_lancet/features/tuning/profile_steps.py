@@ -34,6 +34,7 @@ def profiled_model(
         seq_length=positions,
         num_micro_batches=get_num_microbatches(),
         comm_sms=message_sms(config),  # with the default products keep all SMs
+        attention=str(config.attention),
     )
 
 

@@ -20,12 +20,12 @@ FIGURES = "744 ms -> 523 ms a step, exposed 38 % -> 12 %; measured in turns, n=1
 def tuned(num_tuned: int, tuned_ms: float, num_settled: int, settled_ms: float) -> PayOff:
     found = PayOff()
     for step in range(1, NUM_WARM_UP_STEPS + 1):
-        found.add(step, 10_000.0, None, False)  # any run's first steps are slow
+        found.add(step, 10_000.0, None, False, 4)  # any run's first steps are slow
     for step in range(num_tuned):
         is_last = step == num_tuned - 1
-        found.add(NUM_WARM_UP_STEPS + 1 + step, tuned_ms, COMPARED if is_last else None, False)
+        found.add(NUM_WARM_UP_STEPS + 1 + step, tuned_ms, COMPARED if is_last else None, False, 4)
     for step in range(num_settled):
-        found.add(NUM_WARM_UP_STEPS + num_tuned + 1 + step, settled_ms, COMPARED, True)
+        found.add(NUM_WARM_UP_STEPS + num_tuned + 1 + step, settled_ms, COMPARED, True, 4)
     return found
 
 
@@ -40,9 +40,39 @@ def test_tuning_pays_when_saved_time_reaches_its_cost():
 
 def test_tuning_that_later_falls_behind_has_not_paid():
     found = tuned(10, 844.0, 20, 523.0)
-    found.add(100, 60_000.0, COMPARED, True)
+    found.add(100, 60_000.0, COMPARED, True, 4)
     assert found.since_step is None
     assert "has not paid for itself yet" in found.as_text(COMPARED)
+
+
+def test_a_second_search_costs_time_too():
+    found = tuned(10, 844.0, 20, 523.0)
+    again = replace(COMPARED, no_overlap_ms=900.0, own_ms=600.0)
+    for step in range(5):
+        found.add(40 + step, 1000.0, again if step == 4 else COMPARED, False, 4)
+    assert found.cost_ms == pytest.approx(10 * 100 + 5 * 100)
+    assert found.balance_ms == pytest.approx(20 * 221 - 1500)
+    found.add(45, 600.0, again, True, 4)
+    assert found.balance_ms == pytest.approx(20 * 221 - 1500 + 300)
+
+
+def test_a_second_search_without_a_plan_costs_time_too():
+    found = tuned(10, 844.0, 20, 523.0)
+    found.add(40, 1000.0, COMPARED, False, 4)
+    found.add(41, 523.0, COMPARED, True, 4)
+    assert found.cost_ms == pytest.approx(10 * 100 + 256)
+
+
+def test_steps_of_another_batch_do_not_count():
+    found = PayOff()
+    for step in range(NUM_WARM_UP_STEPS):
+        found.add(step + 1, 10_000.0, None, False, 2)
+    found.add(10, 400.0, None, False, 2)
+    found.add(11, 844.0, COMPARED, False, 4)
+    assert found.cost_ms == pytest.approx(100)
+    found.add(12, 523.0, COMPARED, True, 4)
+    found.add(13, 1046.0, COMPARED, True, 8)
+    assert found.balance_ms == pytest.approx(221 - 100)
 
 
 def test_tuning_to_no_overlap_saves_nothing():

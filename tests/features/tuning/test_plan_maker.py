@@ -1,114 +1,28 @@
 """From a profile to a plan on rank 0: what is measured, what is kept, and what happens when something is missing."""
 
-import re
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.config import AttentionChoice
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.tuning import plan_maker
 from megatron_lancet.features.tuning.controller import PlanningFailed
-from megatron_lancet.features.tuning.flags import CacheChoice
 from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.race import Candidate
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, kind_of
-from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired, plan_without_overlap
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired, plan_without_overlap
 from megatron_lancet.schedule.reductions import GradientReduction
-from tests.unit.training.configs import config_with
+from tests.features.tuning.fake_profile_runs import BATCH, FEW, MACHINE, PRESENT, PROFILE, Run, best, profiled
 
 pytestmark = pytest.mark.slow
-
-MACHINE = Machine()
-PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
-PRESENT = fixed_plan(4)
-FEW = Limits(chunk_dims=(ChunkDim.BATCH,), ranges=(OverlapRange.STACK,), dw_window_layers=(1,))
-"""The planner's own tests search larger spaces."""
-BATCH = replace(FEW, dispatches=(PLAIN,), tiles=(0,))
-
-
-class Run:
-    """A profile run whose result is known."""
-
-    result = PROFILE
-    room_bytes = 1 << 40
-    started: list = []
-
-    def __init__(self, model, plans, num_traced_steps=1) -> None:
-        Run.started.append((list(plans), num_traced_steps))
-        self.plans = [plan for plan in plans for _ in range(num_traced_steps)]
-
-    @contextmanager
-    def step(self, index):
-        yield
-
-    def finish(self):
-        return self.result
-
-
-@pytest.fixture
-def make(monkeypatch):
-    """A plan maker of a run with one rank; what it said is its ``notes``."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
-    monkeypatch.setattr(plan_maker, "ProfileRun", Run)
-    monkeypatch.setattr(plan_maker, "least_room_bytes", lambda device: Run.room_bytes)
-    monkeypatch.setattr(Run, "room_bytes", 1 << 40)
-    monkeypatch.setattr(plan_maker, "profiled_model", lambda *_: "model")
-    monkeypatch.setattr(plan_maker, "key_of", lambda model: ProfileKey.of(PROFILE))
-    monkeypatch.setattr(Run, "started", [])
-    monkeypatch.setattr(Run, "result", PROFILE)
-
-    def build(limits=BATCH, cache_dir=None, attention=AttentionChoice.AUTO):
-        monkeypatch.setattr(plan_maker, "planning_limits", lambda args, config: limits)
-        args = SimpleNamespace(
-            micro_batch_size=MACHINE.micro_batch_size,
-            seq_length=MACHINE.seq_length,
-            context_parallel_size=1,
-            overlap_grad_reduce=False,
-            fp8=None,
-            fp4=None,
-            transformer_impl="local",
-            dataloader_inter_document_masking=False,
-            multi_latent_attention=False,
-            window_size=None,
-            softmax_type="vanilla",
-        )
-        notes: list[str] = []
-        setup = SimpleNamespace(plan=PRESENT)
-        config = config_with(cache=cache_dir or CacheChoice.OFF, attention=attention)
-        maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
-        maker.made_for()
-        maker.notes = notes
-        return maker
-
-    return build
-
-
-def profiled(maker, again: bool = False):
-    maker.begin(again)
-    num_steps = 0
-    while maker.next_plan() is not None:
-        assert maker.run_step(lambda: "result") == "result"
-        num_steps += 1
-    return maker.make(), num_steps
-
-
-def best(planned):
-    return planned.finalists[0].plan
 
 
 def test_plan_maker_returns_plans_of_several_kinds(make):
@@ -128,68 +42,27 @@ def test_plan_maker_returns_plans_of_several_kinds(make):
     assert maker.notes == []
 
 
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_batch_that_grows_is_profiled_anew(make, monkeypatch, refreshes):
+    maker = make()
+    if refreshes:
+        profiled(maker)
+    maker.begin(refreshes)
+    assert maker.next_plan() is not None
+    maker.run_step(lambda: None)
+    monkeypatch.setattr(Run, "num_micro_batches", 4)
+    num_steps = 0
+    while maker.next_plan() is not None:
+        maker.run_step(lambda: None)
+        num_steps += 1
+    assert Run.started[-1] == Run.started[-2]
+    assert num_steps == len(Run.started[-1][0]) * Run.started[-1][1]
+    assert maker.notes == ["a step has 4 micro-batches now, 2 before: profiling anew"]
+
+
 @pytest.mark.parametrize("flags", [{"attention": AttentionChoice.STOCK}, {"attention": AttentionChoice.SDPA}])
 def test_kernel_is_no_candidate_if_the_user_has_chosen(make, flags):
     assert profiled(make(**flags))[0].kernel is None
-
-
-def with_step(profile, share: float = 1.0):
-    """What two steps of the present plan give in a run where it takes this share of its predicted time."""
-    predicted_ms = Simulator(CostModel(profile)).expected_step(PRESENT).step_ms
-    return replace(profile, measured_steps_ms={str(PRESENT): share * predicted_ms})
-
-
-def test_kept_profile_still_measures_links_and_shares(make, monkeypatch, tmp_path):
-    first, _ = profiled(make(cache_dir=tmp_path / "cache"))
-    monkeypatch.setattr(Run, "result", with_step(PROFILE))
-    again = make(cache_dir=tmp_path / "cache")
-    assert again.num_steps() == 3
-    planned, num_steps = profiled(again)
-    assert (best(planned), num_steps) == (best(first), 2)
-    assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.why
-    assert again.notes == []
-
-
-def test_kept_profile_of_another_network_is_said_and_mended(make, monkeypatch, tmp_path):
-    profiled(make(cache_dir=tmp_path))
-    slow = tuple((size, 3 * ms) for size, ms in PROFILE.link.all_to_all)
-    changed = replace(PROFILE, link=replace(PROFILE.link, all_to_all=slow))
-    monkeypatch.setattr(Run, "result", with_step(changed))
-    maker = make(cache_dir=tmp_path)
-    assert profiled(maker)[1] == 2
-    (note,) = maker.notes
-    assert re.search(r"^the links of the profile .* no longer fit: a message of .* MB took .* and takes ", note)
-    assert maker.profile.link == changed.link
-    later = make(cache_dir=tmp_path)
-    profiled(later)
-    assert later.notes == [], "the new links were kept"
-
-
-@pytest.mark.parametrize("share", [0.7, 1.5])
-def test_kept_profile_of_another_speed_is_said_and_replaced(make, monkeypatch, tmp_path, share):
-    profiled(make(cache_dir=tmp_path))
-    monkeypatch.setattr(Run, "result", with_step(PROFILE, share))
-    maker = make(cache_dir=tmp_path)
-    planned, num_steps = profiled(maker)
-    assert num_steps == 2 + 3
-    (note,) = maker.notes
-    assert re.search(r"^the profile .* no longer fits: a step without overlap takes .*: measuring a new one$", note)
-    assert "from a profile of 3 steps" in planned.why
-
-
-def test_damaged_or_unwritable_profile_cache_is_one_line(make, tmp_path):
-    folder = tmp_path / "cache"
-    profiled(make(cache_dir=folder))
-    next(folder.iterdir()).write_text("{")
-    maker = make(cache_dir=folder)
-    assert profiled(maker)[1] == 3
-    assert [note.split(":")[0] for note in maker.notes] == ["the profile in the cache can't be used"]
-
-    maker = make(cache_dir=next(folder.iterdir()) / "below-a-file")
-    assert profiled(maker)[1] == 3
-    (note,) = maker.notes
-    assert note.startswith("the profile is not kept for later runs: ")
-    assert note.endswith("--lancet-cache names another folder, or off")
 
 
 def test_plan_maker_measures_links_and_shares_of_a_changed_run(make, monkeypatch):

@@ -10,6 +10,7 @@ from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import fixed_plan
 from tests.unit.profiler.synthetic import FACTS
 
 KEY = ProfileKey(FACTS, "a CPU", {"torch": "2.11"})
@@ -40,11 +41,20 @@ def test_kept_profile_is_found_again(tmp_path):
         with_model(expert_tp_size=2),
         dataclasses.replace(KEY, device="a GPU"),
         dataclasses.replace(KEY, versions={"torch": "2.12"}),
+        dataclasses.replace(KEY, plans=cache.names_of([fixed_plan(1)])),
     ],
 )
 def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     cache.keep(tmp_path, PROFILE)
     assert cache.load(tmp_path, key) is None
+
+
+def test_bound_of_memory_is_not_part_of_the_profile_key(tmp_path):
+    bounded = [str(dataclasses.replace(fixed_plan(chunks), dw_memory_bytes=1 << 20)) for chunks in (2, 1)]
+    profile = dataclasses.replace(PROFILE, measured_steps_ms=dict.fromkeys(bounded, 1.0))
+    cache.keep(tmp_path, profile)
+    key = dataclasses.replace(KEY, plans=cache.names_of([fixed_plan(1), fixed_plan(2)]))
+    assert cache.load(tmp_path, key) == profile
 
 
 def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):
