@@ -105,12 +105,14 @@ class LayersByPlan:
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
         overlaps_evaluation: whether forward passes without gradients also run by the plan.
+        has_random_state: whether stock's layers have a random state of their own under sequence parallelism.
         documents: reads packed documents, for which all attentions are prepared; None where there are none.
         checked_limits: mask limits checked before.
     """
 
     checked_limits: Set[MaskLimit] = frozenset()
     overlaps_evaluation: bool = False
+    has_random_state: bool = True
     documents: DocumentReader | None = None
     layers: torch.nn.ModuleList
     config: TransformerConfig
@@ -178,7 +180,7 @@ class LayersByPlan:
         micro_batch = ChunkState(unchunked)
         micro_batch.hidden_sbH = hidden_SBH
         del hidden_SBH
-        with random_state(self.config), block_precision(self.config):
+        with random_state(self.config) if self.has_random_state else nullcontext(), block_precision(self.config):
             for segment in segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
@@ -301,6 +303,8 @@ class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
         if self.final_layernorm is not None:
             hidden = apply_module(self.final_layernorm)(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        elif not self.pre_process and not len(self.layers):
+            hidden = hidden.clone()  # as stock: Megatron frees the output that it has sent, and keeps the input
         return hidden
 
 

@@ -168,6 +168,27 @@ def _check_plan_file(config: LancetConfig) -> None:
         raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {config.plan}.")
 
 
+def take_checkpoint_arguments(args: argparse.Namespace, config: LancetConfig) -> None:
+    """Takes the arguments that ``--use-checkpoint-args`` takes from a checkpoint. Call before all checks of settings.
+
+    Raises:
+        UsageError: there is no checkpoint, or Megatron can't read it.
+    """
+    if not args.use_checkpoint_args:
+        return
+    _check_inputs(args, config)  # without a checkpoint Megatron would end with status 0
+    with megatrons_refusals():
+        load_checkpoint_arguments(args)
+
+
+def load_checkpoint_arguments(args: argparse.Namespace) -> None:
+    """Loads the arguments of the checkpoints that ``args`` names."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    load_args_from_checkpoint(args)
+
+
 def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     """Runs our checks, then Megatron's, and sets Megatron's globals (tokenizer, timers, writers).
 
@@ -180,12 +201,6 @@ def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     check_tokenizer(args)
     check_datasets(args)
     with megatrons_refusals():
-        if args.use_checkpoint_args:
-            from megatron.training.checkpointing import load_args_from_checkpoint
-
-            _check_inputs(args, config)  # without a checkpoint Megatron would end with status 0
-            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-            load_args_from_checkpoint(args)
         run_megatrons_checks(args, config)
         if args.transformer_impl == "transformer_engine" and not HAVE_TE:
             raise UsageError(

@@ -21,7 +21,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
-from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step, reader_of
+from megatron_lancet.training.megatron.gpt_data import builder_of, embedding_ranks, forward_step, reader_of
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.patches import dataset_helpers_of_the_wheel
 from megatron_lancet.training.megatron.seams import check_seams
@@ -80,7 +80,8 @@ def run_job(
         model_config.pre_wrap_hooks.append(hook)
         status.describe = lambda: f"{hook.num_steps_done} steps done, {hook.position}"
         forward = functools.partial(forward_step, read=reader_of(args, config))
-        exit_status = _train(run_config, datasets or builder_of(samples), forward)
+        ranks = functools.partial(embedding_ranks, args)
+        exit_status = _train(run_config, datasets or builder_of(samples), forward, ranks)
         hook.report()
         dist.barrier()
         dist.destroy_process_group()
@@ -93,20 +94,23 @@ def _read_arguments(device: torch.device, features: Sequence[Feature]) -> tuple[
     args, config = arguments.parse(features)
     if device.type == "cpu":
         apply_cpu_settings(args)
+    arguments.take_checkpoint_arguments(args, config)
     for change in normalize_args(args, config):
         say(f"Megatron-Lancet flags: {change}")
     arguments.validate(args, config)
     return args, config
 
 
-def _train(run_config: object, datasets: Callable[..., Any], step: Callable[..., Any]) -> str | int | None:
+def _train(
+    run_config: object, datasets: Callable[..., Any], step: Callable[..., Any], ranks: Callable[[list[int]], list[int]]
+) -> str | int | None:
     """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process.
 
     Raises:
         UsageError: rank 0 can't listen for the others.
     """
     try:
-        pretrain(run_config, datasets, ModelType.encoder_or_decoder, step)
+        pretrain(run_config, datasets, ModelType.encoder_or_decoder, step, get_embedding_ranks=ranks)
     except SystemExit as request:
         if request.code is None:
             # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.

@@ -19,6 +19,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.batch import DTYPES, DocumentBatch
 from megatron_lancet.model.transformer_block import LayersByPlan
+from megatron_lancet.training.megatron.gpt_data import predicts_further
 
 _INPUTS = ("tokens", "position_ids")
 _TARGETS = ("labels", "loss_mask")
@@ -33,9 +34,10 @@ def read_documents(
     Args:
         by_document: see :meth:`DocumentBatch.packed_seq_params`.
     """
-    names = tensors_of_stage(get_attr_wrapped_model(model, "vp_stage"), args.mtp_num_layers is not None)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    names = tensors_of_stage(vp_stage, predicts_further(args, vp_stage))
     batch = next_documents(data_iterator, names, args.sequence_parallel)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not vp_stage:  # once for each micro-batch
         update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
     is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
     batch = batch if is_ours else batch.end_to_end
@@ -47,13 +49,12 @@ def tensors_of_stage(vp_stage: int | None, predicts_further: bool) -> tuple[str,
 
     Args:
         vp_stage: virtual stage of this rank; None without virtual stages.
-        predicts_further: whether the last stage has layers of multi-token prediction, which embed tokens.
+        predicts_further: whether the stage has layers of multi-token prediction, which embed tokens.
     """
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     is_first = parallel_state.is_pipeline_first_stage(**stage)
     is_last = parallel_state.is_pipeline_last_stage(**stage)
-    has_inputs = is_first or (is_last and predicts_further)
-    return (*(_INPUTS if has_inputs else ()), *(_TARGETS if is_last else ()))
+    return (*(_INPUTS if is_first or predicts_further else ()), *(_TARGETS if is_last else ()))
 
 
 def next_documents(

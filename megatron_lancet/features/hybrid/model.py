@@ -15,6 +15,8 @@ from megatron_lancet.model.transformer_block import LayersByPlan
 class OverlappingHybridStack(LayersByPlan, HybridStack):
     """Megatron's hybrid stack; in training its micro-batches go through in chunks."""
 
+    has_random_state = False
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -59,8 +59,10 @@ def examine(launched: tuple[int, str] | None = None) -> Findings:
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
         if on_cpu:
             apply_cpu_settings(args)
+        with arguments.megatrons_refusals():
+            missing = [*_take_checkpoint_arguments(args)]
         changes = normalize_args(args, config)
-        missing = _validate(args, config)
+        missing += _validate(args, config)
         plan = describe_plan(args, config)
         with arguments.megatrons_refusals():
             model_config = model_config_from_args(args)
@@ -68,6 +70,9 @@ def examine(launched: tuple[int, str] | None = None) -> Findings:
             # Megatron's own runs take it from the arguments, and do not call finalize().
             model_config.transformer.use_te_rng_tracker = args.te_rng_tracker
             model_config.finalize()
+            # Older flags for recompute, and its default parts, are resolved there.
+            args.recompute_granularity = model_config.transformer.recompute_granularity
+            args.recompute_modules = model_config.transformer.recompute_modules
             stages = pipeline_stages(args, model_config.transformer)
             layout = layout_of(args, _num_micro_batches(args))
     check_shares(args, layout)
@@ -106,7 +111,6 @@ def _validate(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     check_tokenizer(args)
     check_datasets(args)
     with arguments.megatrons_refusals():
-        missing += _take_checkpoint_arguments(args)
         arguments.run_megatrons_checks(args, config)
         missing += set_vocabulary_size(args)
     return missing
@@ -139,10 +143,7 @@ def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
             )
         yield "--use-checkpoint-args: the checkpoint is not here, so its arguments are not known to this dry run"
         return
-    from megatron.training.checkpointing import load_args_from_checkpoint
-
-    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-    load_args_from_checkpoint(args)
+    arguments.load_checkpoint_arguments(args)
 
 
 def _num_micro_batches(args: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -73,8 +75,8 @@ def build_datasets(
 
     def built_on_this_rank() -> bool:
         # The layers of every stage need the bounds of documents.
-        reads_batches = is_first_or_last_pipeline_stage(vp_stage) or args.dataloader_inter_document_masking
-        return reads_batches and parallel_state.get_tensor_model_parallel_rank() == 0
+        is_read = _reads_tensors(vp_stage) or args.dataloader_inter_document_masking
+        return is_read and parallel_state.get_tensor_model_parallel_rank() == 0
 
     dataset = kind or (MockGPTDataset if args.mock_data else GPTDataset)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_on_this_rank, _dataset_config(args)).build()
@@ -101,13 +103,47 @@ def reader_of(args: argparse.Namespace, config: LancetConfig) -> ReadBatch | Non
     return read
 
 
+def predicts_further(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    """Whether a pipeline stage of this rank has layers of multi-token prediction, which embed tokens.
+
+    Args:
+        vp_stage: virtual stage of this rank; None without virtual stages.
+    """
+    if args.mtp_num_layers is None:
+        return False
+    return mtp_on_this_rank(
+        layout=pipeline_layout(args),
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=vp_stage is None,
+        vp_stage=vp_stage,
+    )
+
+
+def embedding_ranks(args: argparse.Namespace, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the embedding: the first stage, predictions, and the last stage if it is tied."""
+    facts = argparse.Namespace(mtp_num_layers=args.mtp_num_layers, pipeline_model_parallel_layout=pipeline_layout(args))
+    tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    return sorted({pp_ranks[0], *tied, *get_mtp_ranks(pp_ranks, facts)})
+
+
+def pipeline_layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
+    """``--pipeline-model-parallel-layout``; None without one."""
+    layout: str | PipelineParallelLayerLayout | None = args.pipeline_model_parallel_layout
+    is_text = isinstance(layout, str)
+    return PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size) if is_text else layout
+
+
+def _reads_tensors(vp_stage: int | None) -> bool:
+    """Whether a pipeline stage of this rank reads tokens or labels."""
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_further(get_args(), vp_stage)
+
+
 def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
     """Fetch this rank's share of the next micro-batch: tensors [B, S], None for those that its stage does not read."""
     args = get_args()
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not _reads_tensors(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     num_samples = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     batch: dict[str, Any] = {}
     if tp_rank == 0:
@@ -127,10 +163,10 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
         tp_rank=tp_rank,
         micro_batch_size=batch["tokens"].shape[0] if tp_rank == 0 else num_samples,
         seq_length=args.seq_length,
-        mtp_on_this_rank=args.mtp_num_layers is not None and last_stage,
+        mtp_on_this_rank=predicts_further(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        is_pipeline_last_stage=last_stage,
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
     )
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 

@@ -160,22 +160,33 @@ def test_stock_continues_from_a_checkpoint_of_two_hops(token_data, tmp_path):
     ours = pretrain(token_data, [*both, *hops, *saving], tmp_path / "ours", 4, NUM_ITERS)
     assert "flex runs as the plan's all-to-alls, one row per token and node" in ours.outputs[0]
     assert "dw-window=4 dispatch=two-hop); two hops over 2 nodes x 2 ranks" in ours.outputs[0]
-    loading = ["--load", tmp_path / "checkpoints", "--ckpt-step", 2]
-    expected = pretrain(token_data, [*both, *STOCK, *loading], tmp_path / "stock", 4, NUM_ITERS)
+    loading = ["--load", tmp_path / "checkpoints", "--ckpt-step", 2, "--use-checkpoint-args"]
+    # The experts come from the checkpoint: the command line may lack them.
+    expected = pretrain(token_data, [*both, *STOCK, *loading, "--num-experts", 0], tmp_path / "stock", 4, NUM_ITERS)
     assert len(expected.losses) == NUM_ITERS - 2
     assert ours.losses[2:] == expected.losses
 
 
-def test_one_chunk_equals_stock_with_virtual_stages_and_mtp(token_data, tmp_path):
-    # The last virtual stage has no layer next to the multi-token prediction.
-    stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
+@pytest.mark.parametrize(
+    ("stages", "num_stages"),
+    [
+        # The last virtual stage has no layer next to the multi-token prediction.
+        ("Et|t|tt|mL", 2),
+        # A stage has nothing, and one the prediction alone, which reads tokens on a stage that is not the last.
+        ("Et|t||tt|m|L", 3),
+    ],
+)
+def test_one_chunk_equals_stock_with_virtual_stages_and_mtp(token_data, tmp_path, stages, num_stages):
+    pipeline = ["--pipeline-model-parallel-size", num_stages, "--pipeline-model-parallel-layout", stages]
+    batch = ["--global-batch-size", 16 * num_stages]
     positions = ["--position-embedding-type", "rope"]
-    layout = [*MODEL, *EP2, *PIPELINE, *stages, *positions, "--overlap-grad-reduce", *LARGER_BATCH]
-    stock = tmp_path / "stock"
-    expected = pretrain(token_data, [*STOCK, *layout, *profiler_flags(1, 3, (0, 2), stock)], stock, 4, train_iters=3)
+    layout = [*MODEL, *EP2, *pipeline, "--mtp-num-layers", 1, *positions, "--overlap-grad-reduce", *batch]
+    stock, num_ranks = tmp_path / "stock", 2 * num_stages
+    recorded = profiler_flags(1, 3, range(0, num_ranks, 2), stock)
+    expected = pretrain(token_data, [*STOCK, *layout, *recorded], stock, num_ranks, train_iters=3)
     with pytest.raises(RecordError, match="as multi-token predictions have"):
         profile_from_traces(traces_in(stock))
-    ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
+    ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", num_ranks, train_iters=3)
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     assert len(ours.losses) == 3
     assert ours.losses == expected.losses
