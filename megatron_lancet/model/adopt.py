@@ -65,14 +65,29 @@ def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
     """
     mlp = getattr(layer, "mlp", None)
     for module in (layer, mlp) if isinstance(mlp, MoELayer) else (layer,):
-        for kind, hook in _hooks(module):
-            if not is_of_ddp(hook):
-                name = getattr(hook, "__qualname__", type(hook).__name__)
-                raise UsageError(
-                    f"the {kind} hook {name} on {type(module).__name__} would not run: chunks pass through the parts "
-                    "of the layer one by one. Register it on a part (self_attention, mlp.router, mlp.experts), or run "
-                    "with --lancet-plan off."
-                )
+        refuse_hooks(
+            module,
+            "chunks pass through the parts of the layer one by one. Register it on a part (self_attention, mlp.router, "
+            "mlp.experts)",
+        )
+
+
+def refuse_hooks(module: torch.nn.Module, why: str) -> None:
+    """Refuses hooks on a module, but DDP's.
+
+    Args:
+        why: why they would not run, and what to do.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for kind, hook in _hooks(module):
+        if not is_of_ddp(hook):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise UsageError(
+                f"the {kind} hook {name} on {type(module).__name__} would not run: {why}, or run with "
+                "--lancet-plan off."
+            )
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[tuple[str, object]]:

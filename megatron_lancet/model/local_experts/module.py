@@ -15,7 +15,7 @@ import copy
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from megatron_lancet.model.adopt import ByPlan, is_of_ddp
+from megatron_lancet.model.adopt import ByPlan, is_of_ddp, refuse_hooks
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
 from megatron_lancet.model.local_experts.row_groups import RowGroups
 from megatron_lancet.runtime.device import on_cuda
@@ -56,7 +56,7 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
     @property
     def last_expert_first(self) -> bool:
         """Whether the next forward pass expects the last expert's rows first, as the weights lie in memory."""
-        together = self._together() if torch.is_grad_enabled() else None
+        together = self._together() if self._trains else None
         return together is not None and together.can_group and not self.config.deterministic_mode
 
     def forward(
@@ -73,17 +73,23 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
             Output [m, H]; None, because the bias has been added.
         """
         rows_mH = permuted_local_hidden_states
-        together = self._together() if torch.is_grad_enabled() else None
+        together = self._together() if self._trains else None
         if together is None or not self._runs_by_layer(rows_mH.size(0)):
             return super().forward(rows_mH, tokens_per_expert, permuted_probs)
         last_first = self.last_expert_first
         rows = RowGroups(tokens_per_expert, rows_mH) if last_first else tokens_per_expert.tolist()
         return together(rows_mH, rows, permuted_probs)
 
+    @property
+    def _trains(self) -> bool:
+        """Whether a plan may run this pass. Megatron's own, as in evaluation, have the first expert's rows first."""
+        return self.training and torch.is_grad_enabled()
+
     def _runs_by_layer(self, num_rows: int) -> bool:
         if on_cuda(self.local_experts[0].linear_fc1.weight):
             return not self.config.deterministic_mode
-        return self.may_group and grouped_is_faster(len(self.local_experts), num_rows)
+        # DDP gets the gradients in another order. Ranks that reduce them together receive unlike numbers of rows.
+        return self.may_group and self.dp_group.size() == 1 and grouped_is_faster(len(self.local_experts), num_rows)
 
     def _together(self) -> "_LayerByLayer | None":
         """Returns the local experts as one module, made on the first call; None where that is not possible."""
@@ -100,7 +106,7 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
         deferred = all(getattr(linear, "deferred", None) is not None and linear.bias is None for linear in every)
         if len(self.local_experts) == 1 or not deferred or self.config.moe_apply_probs_on_input:
             return None
-        return _LayerByLayer(self.local_experts[0], layers)
+        return _LayerByLayer(list(self.local_experts), layers)
 
 
 class _LayerByLayer:
@@ -110,17 +116,19 @@ class _LayerByLayer:
         can_group: whether all linear layers can use grouped GEMMs.
     """
 
-    def __init__(self, expert: torch.nn.Module, layers: dict[str, list[DeferredLinear]]) -> None:
+    def __init__(self, experts: list[torch.nn.Module], layers: dict[str, list[DeferredLinear]]) -> None:
         """
         Args:
-            expert: any of the local experts.
-            layers: linear layers of all local experts, by name.
+            experts: the local experts.
+            layers: their linear layers, by name.
         """
         self._linears = {name: LinearOfExperts(linears) for name, linears in layers.items()}
         self._stock = [linear for expert_linears in zip(*layers.values(), strict=True) for linear in expert_linears]
         self.can_group = all(linear.can_group for linear in self._linears.values())
-        self._forward = copy.copy(expert)
-        self._forward._modules = {**expert._modules, **self._linears}
+        self._forward = copy.copy(experts[0])
+        self._forward._modules = {**experts[0]._modules, **self._linears}
+        self._parts = [*experts, *self._stock]
+        self._hooks = [one for p in self._parts for one in (p._forward_hooks, p._backward_hooks, p._backward_pre_hooks)]
 
     def __call__(
         self, rows_mH: torch.Tensor, rows: list[int] | RowGroups, probs_m: torch.Tensor
@@ -129,7 +137,14 @@ class _LayerByLayer:
 
         Args:
             rows: see :attr:`LinearOfExperts.rows`.
+
+        Raises:
+            UsageError: an expert, or a linear layer of one, has a hook.
         """
+        pre_hooks = (hook for part in self._parts for hook in part._forward_pre_hooks.values())
+        if any(self._hooks) or not all(map(is_of_ddp, pre_hooks)):
+            for part in self._parts:
+                refuse_hooks(part, "the experts of a rank run together. Register it on mlp.experts")
         self._wait_for_parameters()
         for linear in self._linears.values():
             linear.rows = rows
