@@ -183,8 +183,9 @@ def _checked(tokenizer: Any, run: StoredRun) -> Any:
         raise UsageError(f"{run.folder} does not say how large its vocabulary is; it is no training checkpoint.")
     divisor = run.arguments.make_vocab_size_divisible_by * run.arguments.tensor_model_parallel_size
     expected = -(-tokenizer.vocab_size // divisor) * divisor
-    too_small = getattr(run.arguments, "pad_vocab_size", True) and expected != padded
-    if tokenizer.vocab_size > padded or too_small:
+    # Weights of a Hugging Face folder keep the folder's vocabulary.
+    is_padded = getattr(run.arguments, "pad_vocab_size", True) and not getattr(run.arguments, "lancet_from_hf", None)
+    if tokenizer.vocab_size > padded or (is_padded and expected != padded):
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} ids, {expected} when padded to a multiple of {divisor}; the "
             f"checkpoint {run.folder} was trained with {padded}. Pass the tokenizer that it was trained with as "

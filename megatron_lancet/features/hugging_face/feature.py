@@ -142,8 +142,8 @@ class ActiveHuggingFace(ActiveFeature):
 
     def _save_last(self) -> None:
         args = get_args()
-        current: int | None = getattr(args, "curr_iteration", None)  # of the last step, from 0; unset without steps
-        self._save(args.iteration if current is None else current + 1)
+        # Megatron counts a run's last step from 0, and also where no step was left.
+        self._save(max(args.iteration, args.curr_iteration + 1))
 
     def _save(self, step: int) -> None:
         if self._folder is None or step == self._saved_step:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ def check_writable(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"{INCOMPLETE}probe_{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
+        # Ranks in other containers may have the same process number.
+        Path(tempfile.mkdtemp(dir=folder, prefix=f"{INCOMPLETE}probe_")).rmdir()
     except OSError as error:
         raise UsageError(f"{SAVE} {folder}: expected a folder that can be written, found {error}.") from error
 

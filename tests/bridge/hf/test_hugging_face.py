@@ -236,6 +236,7 @@ def test_checkpoint_of_a_run_becomes_a_folder(ran, servers, models, tmp_path):
     load = ["--load", str(first / "checkpoints"), "--no-load-optim", "--no-load-rng"]
     again = run(servers, models / "qwen3_moe", alone, tmp_path / name, load)
     launch.check(again.results)
+    assert [path.name for path in (again.folder / "saved").iterdir()] == ["iter_0000004"]
     assert same_to_the_bit(first / "saved/iter_0000004", again.folder / "saved/iter_0000004")
 
 

@@ -65,3 +65,7 @@ def test_hugging_face_tokenizer_reads_texts_and_prompts(folder, tmp_path):
     assert read_stream(str(tmp_path / "data.jsonl"), tokenizer).tokens.tolist() == [end, *ids, end, x, end]
     with pytest.raises(UsageError, match=rf"the tokenizer has {size} ids, 384 when padded"):
         load.tokenizer_of(stored_run(moved, 512), None)
+    # Weights of a Hugging Face folder have its vocabulary, which may be larger than the tokenizer's in any way.
+    assert load.tokenizer_of(stored_run(moved, 512, lancet_from_hf="folder"), None).vocab_size == size
+    with pytest.raises(UsageError, match=rf"the tokenizer has {size} ids"):
+        load.tokenizer_of(stored_run(moved, 256, lancet_from_hf="folder"), None)
