@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files.atomic import atomic_write
-from megatron_lancet.report.summary import REPORT_FILE
+from megatron_lancet.files.report_folder import REPORT_FILE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

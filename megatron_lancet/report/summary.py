@@ -10,12 +10,12 @@ from typing import Any
 from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.files.reader import from_plain
 from megatron_lancet.files.records import to_plain
+from megatron_lancet.files.report_folder import REPORT_FILE
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.runtime.comm_stats import CommTimes, Counter
 
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and record the order of reductions."""
-REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 
@@ -70,7 +70,7 @@ def summarise(
         num_steps: training steps under the plan, warm-up included.
         dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
         exposed: exposed communication of a traced step; without one the report has no such key.
-        first_step: first step under the plan, counted from the first step of the process.
+        first_step: number of the first step under the plan, as in Megatron's log.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {

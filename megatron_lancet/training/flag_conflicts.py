@@ -55,6 +55,14 @@ def _of_training(args: argparse.Namespace) -> Iterator[str]:
 def _of_saves(args: argparse.Namespace) -> Iterator[str]:
     if args.save is None:
         return
+    layout = args.pipeline_model_parallel_layout
+    beside_loss = args.mtp_num_layers and (layout is None or "m" in str(layout).rpartition("|")[2])
+    is_tied = args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights
+    if beside_loss and is_tied and args.ckpt_format != "torch":
+        yield (
+            "--save with --mtp-num-layers and pipeline stages needs --untie-embeddings-and-output-weights: Megatron "
+            "can't save the tied weights of a stage with predictions and the loss. Pass it, or drop --mtp-num-layers."
+        )
     if args.save_interval is None or args.save_interval <= 0:
         found = "" if args.save_interval is None else f", got {args.save_interval}"
         yield f"--save needs --save-interval with a number of steps of at least 1{found}."

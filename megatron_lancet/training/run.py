@@ -11,22 +11,23 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, RunFacts, Steering
+from megatron_lancet.files.report_folder import (
+    REPORT_FILES,
+    cleared,
+    training_counts_more,
+)
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.patches import StepHook
-from megatron_lancet.training.observe.report_folder import (
-    REPORT_FILES,
-    cleared,
-    training_counts_more,
-)
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
+from megatron_lancet.training.process.console import say
 
 
 def facts_of_run(
@@ -95,7 +96,7 @@ class Run:
     def report(self) -> None:
         """Print and write the closing report. Collective over all ranks."""
         names = [*REPORT_FILES, *(name for feature in self.config.features for name in feature.report_files)]
-        folder = cleared(self.config.report_dir, names)
+        folder = cleared(self.config.report_dir, names, say)
         with training_counts_more(folder):
             self._report_to(folder)
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import RunFacts
+from megatron_lancet.files.report_folder import check_report_folder
 from megatron_lancet.training.megatron import patches
-from megatron_lancet.training.observe.report_folder import check_report_folder
 from megatron_lancet.training.overlap_setup import NoOverlap
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.connections import one_connection_note

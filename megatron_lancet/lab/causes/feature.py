@@ -8,11 +8,11 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
 from megatron_lancet.files.reader import from_plain
 from megatron_lancet.files.records import to_plain
+from megatron_lancet.files.report_folder import REPORT_FILE
 from megatron_lancet.flags import CheckedFlags, flag
 from megatron_lancet.lab.causes.step import traced_rank
 from megatron_lancet.lab.causes.text import CausesOfStep
 from megatron_lancet.lab.causes.watch import CauseWatch, gathered_causes
-from megatron_lancet.report.summary import REPORT_FILE
 from megatron_lancet.training.run import OverlappedRun, Run
 
 KEY = "exposed_by_cause"

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_lancet.files.atomic import atomic_write
 from megatron_lancet.files.reader import from_plain
+from megatron_lancet.files.report_folder import REPORT_FILE
 from megatron_lancet.report.history import StepPoint
-from megatron_lancet.report.summary import REPORT_FILE, about
+from megatron_lancet.report.summary import about
 
 RUN_PAGE = "run.html"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 1000, 220, 70, 12, 24

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import num_microbatches_calculator, tensor_parallel
+from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
@@ -64,15 +64,26 @@ def fused_core_attention(needed: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def measured_stock_communication(stats: CommStats) -> Iterator[None]:
-    """Times stock's blocking all-to-alls and count exchanges; their arguments and results pass through."""
+    """Times stock's all-to-alls of experts and count exchanges; their arguments and results pass through.
+
+    Of messages that Megatron itself runs beside compute only the wait is timed, of those in a CUDA graph nothing.
+    """
+
+    def is_captured() -> bool:
+        return stats.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def all_to_all_single(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        experts = parallel_state.get_expert_model_parallel_group(check_initialized=False)
+        if experts is None or kwargs.get("group") is not experts or is_captured():
+            return stock(*args, **kwargs)
         stats.add("num_all_to_alls", 1)
+        if kwargs.get("async_op"):
+            return _TimedWork(stock(*args, **kwargs), stats)
         with stats.waiting("exposed_ms", "all_to_all_ms"):
             return stock(*args, **kwargs)
 
     def gather(stock: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if input_.requires_grad:  # rows, gathered over the tensor-parallel group
+        if input_.is_floating_point() or is_captured():  # rows, gathered over the tensor-parallel group
             return stock(input_, *args, **kwargs)
         with stats.waiting("counts_exposed_ms"):
             return stock(input_, *args, **kwargs)
@@ -82,6 +93,22 @@ def measured_stock_communication(stats: CommStats) -> Iterator[None]:
         around(token_dispatcher, "gather_from_sequence_parallel_region", gather),
     ):
         yield
+
+
+class _TimedWork:
+    """A message in flight, whose wait is timed."""
+
+    def __init__(self, work: Any, stats: CommStats) -> None:
+        self._work = work
+        self._stats = stats
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Waits as the message does."""
+        with self._stats.waiting("exposed_ms", "all_to_all_ms"):
+            return self._work.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def train_step_hooks(hooks: Sequence[StepHook]) -> AbstractContextManager[None]:

@@ -39,8 +39,8 @@ def rates(args: argparse.Namespace, facts: dict[str, Any], step_ms: float, num_t
 
     Args:
         facts: :func:`run_facts`.
-        num_tokens: of a step, with samples of ``--seq-length``; None where samples have other lengths, which Megatron's
-            count does not know.
+        num_tokens: of a step, with samples of ``--seq-length``; None where samples or documents have other lengths,
+            which Megatron's count of a batch does not know.
 
     Returns:
         ``tflops_per_s``, and ``mfu``, its part of the device's peak in bf16; each None where it is not known.

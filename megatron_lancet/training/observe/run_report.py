@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_lancet.feature import ActiveFeature, Steering
 from megatron_lancet.files.reader import RecordError
+from megatron_lancet.files.report_folder import PLAN_FILE, PROFILE_FILE
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
@@ -20,7 +21,6 @@ from megatron_lancet.report.exposed import ExposedTable, exposed_table
 from megatron_lancet.report.summary import about
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
-from megatron_lancet.training.observe.report_folder import PLAN_FILE, PROFILE_FILE
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.observe.traced_steps import TracedSteps
@@ -45,7 +45,7 @@ def report_overlap(
         features: the run's features, with keys, lines and files of their own.
     """
     profile = steering.profile if steering is not None else None
-    shown = setup.plan if traced is None or traced.last is not None else plan_without_overlap()
+    shown = setup.plan if traced is None else traced.plan or plan_without_overlap()
     timelines = traced.gather(plan_text(shown)) if traced is not None else None
     table: ExposedTable | None = None
     if timelines is not None:
@@ -62,14 +62,23 @@ def report_overlap(
         for feature in features:
             for path in feature.write(folder, timelines, report):
                 say(f"                     {path}")
-    if traced is not None and traced.last is None:
-        say(f"Megatron-Lancet report: {_why_not_final(timelines)}")
+    if traced is not None and traced.plan != setup.plan:
+        say(f"Megatron-Lancet report: {_why_not_final(timelines, traced.plan)}")
 
 
-def _why_not_final(timelines: TimelineRecord | None) -> str:
-    """Why a run has no timeline of a step under its final plan."""
+def _why_not_final(timelines: TimelineRecord | None, plan: Plan | None) -> str:
+    """Why a run has no timeline of a step under its last plan.
+
+    Args:
+        plan: the plan of the traced step; None for no overlap.
+    """
     if timelines is None:
         return f"no timeline: no step was traced, because the first {NUM_WARM_UP_STEPS} steps of a run never are"
+    if plan is not None:
+        return (
+            "the run ended before a traced step under its last plan: the timeline and the table are of an earlier one, "
+            f"{plan_text(plan)}, and {PLAN_FILE} is the plan of the last step"
+        )
     return (
         "the run ended before a step under its final plan: the timeline and the table are of a step without overlap, "
         f"and {PLAN_FILE} is the plan of the last step"
@@ -81,7 +90,8 @@ def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None
     if profile is None:
         return record
     try:
-        predicted = simulate(profile, plan).timelines
+        # With several pipeline stages a simulation shows the slowest one only.
+        predicted = () if max(profile.model.stage_of_layer) else simulate(profile, plan).timelines
         layers = explain(profile, plan).layers
     except RecordError:  # the profile does not cover this fixed plan: there is no prediction to show
         return record

@@ -77,6 +77,7 @@ class StepRecorder:
         self._open: _OpenStep | None = None
         self.history = StepHistory()
         self.num_done = 0
+        self._last_iteration = 0
         self._first = 0
         self._num_kept = _MIN_KEPT
 
@@ -152,6 +153,7 @@ class StepRecorder:
             duration = duration.elapsed_ms()
         record = StepRecord(duration, num_tokens, times.read())
         self._records.append(record)
+        self._last_iteration = iteration
         self.history.add(iteration, duration, record.comm.exposed_ms + record.comm.counts_exposed_ms)
         surplus = len(self._records) - self._num_kept
         if surplus > self._num_kept:
@@ -198,7 +200,7 @@ class StepRecorder:
             len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
-            first_step=self.num_done - len(records) + self._first + 1,
+            first_step=self._last_iteration - len(records) + self._first + 1,
         )
         report |= self._figures(report, plan)
         for summary in found:
@@ -213,7 +215,8 @@ class StepRecorder:
     def _figures(self, report: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
         """What the report says of the run as a whole. On rank 0."""
         facts = run_facts(self._args, self._device)
-        lengths_vary = any(feature.num_tokens() is not None for feature in self._features)
+        is_packed = getattr(self._args, "dataloader_inter_document_masking", False)
+        lengths_vary = is_packed or any(feature.num_tokens() is not None for feature in self._features)
         num_tokens = None if lengths_vary else report["ranks"][0]["num_tokens"]
         return {
             "plan_text": "off" if plan is None else plan_text(plan),

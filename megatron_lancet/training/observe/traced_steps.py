@@ -37,7 +37,8 @@ class TracedSteps:
     A traced step is a little slower than others. Medians over the steps don't change with it.
 
     Attributes:
-        last: the step under the newest plan; None before it was traced.
+        last: the step under the newest final plan; None before it was traced.
+        plan: that plan; None before.
         iteration: its number.
     """
 
@@ -54,17 +55,17 @@ class TracedSteps:
         self._is_settled = is_settled
         self._before: StepTrace | None = None
         self.last: StepTrace | None = None
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self.iteration = 0
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""
         num_steps, plan = self._recorder.num_steps, self._setup.plan
         if self._is_settled():
-            if num_steps < NUM_WARM_UP_STEPS or self._plan == plan:
+            if num_steps < NUM_WARM_UP_STEPS or self.plan == plan:
                 return step()
             result, self.last = traced_step(self._setup, self._device, step)
-            self._plan, self.iteration = plan, self._recorder.iteration
+            self.plan, self.iteration = plan, self._recorder.iteration
             return result
         if self._before is None and num_steps == NUM_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
             result, self._before = traced_step(self._setup, self._device, step)

@@ -37,6 +37,9 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             "--cross-entropy-fusion-impl is native instead of te: this Megatron does not trust Transformer Engine's, "
             "and both compute the same loss"
         )
+    if args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor < 0:
+        lines.append(f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor:g} is dropped: it drops no token")
+        args.moe_expert_capacity_factor = None
     for feature in config.features:
         lines += feature.normalize(args, config)
     if args.dataloader_inter_document_masking and args.reset_attention_mask:

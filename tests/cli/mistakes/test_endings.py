@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.observe.report_folder import check_report_folder, cleared, training_counts_more
+from megatron_lancet.files.report_folder import check_report_folder, cleared, training_counts_more
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, WORKER, command_line, pretrain
 
@@ -101,9 +101,9 @@ def test_earlier_reports_are_numbered_and_other_files_stay(tmp_path, monkeypatch
     (tmp_path / "notes.txt").write_text("")
     for number in (1, 2):
         (tmp_path / "report.json").write_text(str(number))
-        assert cleared(tmp_path, ["report.json", "plan.json"]) == tmp_path
+        assert cleared(tmp_path, ["report.json", "plan.json"], print) == tmp_path
         assert (tmp_path / f"earlier_{number}" / "report.json").read_text() == str(number)
-    assert cleared(tmp_path, ["report.json"]) == tmp_path
+    assert cleared(tmp_path, ["report.json"], print) == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "earlier_1", "earlier_2"}
 
 

@@ -94,6 +94,7 @@ def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     assert_equal(resumed, stock, first=SAVED_AT)
     assert f"({found['plan']}), from the checkpoint: " in lines_of(resumed)[1]
     assert "  tuning             taken from the checkpoint\n" in resumed.outputs[0]
+    assert f" to {NUM_ITERS}\n" in resumed.outputs[0].partition("medians over steps ")[2], "as in Megatron's log"
 
     off = pretrain(token_data, [*EP2, "--lancet-plan", "off", *load], tmp_path / "third", train_iters=NUM_ITERS)
     assert_equal(off, stock, first=SAVED_AT)

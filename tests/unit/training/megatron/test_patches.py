@@ -1,20 +1,74 @@
 """The seams of Megatron and torch exist, and a missing one is a message; hooks run in their order."""
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
+from megatron_lancet.runtime import comm_stats
 from megatron_lancet.training.megatron import seams, versions
 from megatron_lancet.training.megatron.patches import (
     dataset_helpers_of_the_wheel,
+    measured_stock_communication,
     train_step_hooks,
     training_loop_hooks,
 )
+from tests.fakes import cpu_stats
+
+
+class Clock:
+    """The host's clock in the counters, which a message moves by 20 ms."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(comm_stats, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+
+    def wait(self) -> None:
+        self.now_s += 0.02
+
+
+def test_stocks_messages_of_experts_are_timed(monkeypatch):
+    """Blocking ones, and the wait of those that run beside shared experts; gradients' messages are not."""
+    clock, experts, others = Clock(monkeypatch), object(), object()
+    work = SimpleNamespace(wait=clock.wait, is_completed=lambda: False)
+
+    def all_to_all_single(*tensors, group=None, async_op=False):
+        return work if async_op else clock.wait()
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", all_to_all_single)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_group", lambda check_initialized=True: experts)
+    stats, rows = cpu_stats(), torch.ones(2)
+    with measured_stock_communication(stats):
+        torch.distributed.all_to_all_single(rows, rows, group=others)
+        torch.distributed.all_to_all_single(rows, rows, group=experts)
+        blocking = stats.take()
+        handle = torch.distributed.all_to_all_single(rows, rows, group=experts, async_op=True)
+        assert not handle.is_completed()
+        assert stats.take().exposed_ms == 0.0
+        handle.wait()
+        beside = stats.take()
+    assert blocking.num_all_to_alls == 1
+    for times in (blocking, beside):
+        assert times.exposed_ms == times.all_to_all_ms == pytest.approx(20)
+
+
+def test_rows_that_ranks_gather_are_no_counts(monkeypatch):
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(token_dispatcher, "gather_from_sequence_parallel_region", lambda rows: clock.wait())
+    stats = cpu_stats()
+    with measured_stock_communication(stats):
+        token_dispatcher.gather_from_sequence_parallel_region(torch.ones(2))  # as in a pass that is recomputed later
+        assert stats.take().counts_exposed_ms == 0.0
+        token_dispatcher.gather_from_sequence_parallel_region(torch.ones(2, dtype=torch.int64))
+    assert stats.take().counts_exposed_ms == pytest.approx(20)
 
 
 def test_installed_megatron_has_all_seams():

@@ -6,15 +6,14 @@ Rank 0 alone writes there, so it alone checks.
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.summary import REPORT_FILE
-from megatron_lancet.training.process.console import say
 
+REPORT_FILE = "report.json"
 PLAN_FILE = "plan.json"
 PROFILE_FILE = "profile.json"
 REPORT_FILES = (REPORT_FILE, PLAN_FILE, PROFILE_FILE)
@@ -42,30 +41,39 @@ def check_report_folder(folder: Path | None) -> None:
         ) from error
 
 
-def cleared(folder: Path | None, names: Sequence[str]) -> Path | None:
+def cleared(folder: Path | None, names: Sequence[str], note: Callable[[str], None]) -> Path | None:
     """Moves an earlier run's files out of the way of a report on rank 0.
+
+    Args:
+        note: prints a line for the user.
 
     Returns:
         The folder; None if they can't be moved, so that nothing may be written over them.
     """
     with training_counts_more(folder):
         if folder is not None and _is_rank_0():
-            _set_aside(folder, names)
+            earlier = _set_aside(folder, names)
+            if earlier is not None:
+                note(f"Megatron-Lancet report: the report of an earlier run is now in {earlier}")
         return folder
     return None
 
 
-def _set_aside(folder: Path, names: Sequence[str]) -> None:
-    """Moves these files into a new folder ``earlier_N`` beside them, so that files of two runs never mix."""
+def _set_aside(folder: Path, names: Sequence[str]) -> Path | None:
+    """Moves these files into a new folder ``earlier_N`` beside them, so that files of two runs never mix.
+
+    Returns:
+        The new folder; None if there are no such files.
+    """
     found = [folder / name for name in names if (folder / name).exists()]
     if not found:
-        return
+        return None
     number = next(n for n in count(1) if not (folder / _EARLIER.format(number=n)).exists())
     earlier = folder / _EARLIER.format(number=number)
     earlier.mkdir()
     for path in found:
         path.rename(earlier / path.name)
-    say(f"Megatron-Lancet report: the report of an earlier run is now in {earlier}")
+    return earlier
 
 
 @contextmanager
