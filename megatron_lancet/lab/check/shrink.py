@@ -253,6 +253,8 @@ def _given_anew(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         yield ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], ""
     elif is_selective and (modules or not args.recompute_modules):
         yield ["--recompute-granularity", "selective", "--recompute-modules", *(modules or ["core_attn"])], ""
+    if lost := [module for module in args.recompute_modules or [] if is_selective and module not in modules]:
+        yield [], f"no recompute of {', '.join(lost)}, which Megatron's local layers don't have: not checked"
     if not args.num_experts:
         yield (["--disable-bias-linear"] if not args.add_bias_linear else []), ""
         return
@@ -263,7 +265,7 @@ def _given_anew(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
     is_known = dispatcher in ("alltoall", "allgather")
     yield ["--moe-token-dispatcher-type", dispatcher if is_known else "alltoall"], "" if is_known else change
     yield from _balancing(args)
-    if args.moe_expert_capacity_factor is not None:
+    if args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor >= 0:
         num_experts = min(args.num_experts, _NUM_EXPERTS)
         yield (
             ["--moe-expert-capacity-factor", str(num_experts / min(args.moe_router_topk, 2))],

@@ -113,6 +113,11 @@ def check_shares(args: argparse.Namespace, layout: Layout) -> None:
             raise UsageError(f"{what} is {size}, which {by} of {parts} does not divide. Change one of them.")
     group = args.microbatch_group_size_per_vp_stage or layout.pipeline
     rest = layout.num_micro_batches % group
+    if layout.virtual > 1 and group > layout.num_micro_batches:
+        raise UsageError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage expects {layout.pipeline} to "
+            f"{layout.num_micro_batches}, the micro-batches of a step; got {group}. Change it, or --global-batch-size."
+        )
     if layout.virtual > 1 and (group < layout.pipeline or 0 < rest < layout.pipeline):
         raise UsageError(
             f"{layout.num_micro_batches} micro-batches a step do not fit the virtual pipeline stages: the last group "

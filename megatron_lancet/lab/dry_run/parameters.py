@@ -94,8 +94,8 @@ def _copies(args: argparse.Namespace, stage: PipelineStage) -> Iterator[Weight]:
         if chunk.num_mtp and not has_embedding:
             yield from _embedding_weights(args)
             has_embedding = True
-        if chunk.has_output and not args.untie_embeddings_and_output_weights and not has_embedding:
-            yield _vocabulary(args)
+        if chunk.has_output and not args.untie_embeddings_and_output_weights and not chunk.has_embedding:
+            yield _vocabulary(args)  # also beside the embedding of predictions
 
 
 def _norm(args: argparse.Namespace, size: int) -> int:

@@ -172,7 +172,8 @@ def _rest_of_step(run: Run, speeds: Speeds) -> Iterator[tuple[str, float]]:
     held, memory = size.held[fullest], run.findings.memory[fullest]
     moved = _OPTIMIZER_PASSES * memory.optimizer + memory.weights + memory.gradients / max(1, layout.dense_shards)
     yield "optimizer", moved / speeds.device.bytes_per_s * 1e3
-    shares = (held.dense, layout.data * layout.context, layout.tensor), (held.expert, layout.expert_data, layout.expert)
+    expert_stride = layout.expert * layout.expert_tensor
+    shares = (held.dense, layout.data * layout.context, layout.tensor), (held.expert, layout.expert_data, expert_stride)
     gradient = FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value_bytes(args)
     part = 0.5 if args.use_distributed_optimizer else 1.0  # a scatter is half of an all-reduce
     if not args.overlap_grad_reduce:

@@ -112,7 +112,7 @@ def _reduction(profile: Profile, arguments: argparse.Namespace) -> GradientReduc
             )
         before = GradientReduction(
             dense_ranks=num_ranks,
-            expert_ranks=max(1, num_ranks // facts.ep_size),
+            expert_ranks=max(1, num_ranks // (facts.ep_size * facts.expert_tp_size)),
             bucket_bytes=default_bucket_bytes(num_ranks),
             has_late_head=True,
         )

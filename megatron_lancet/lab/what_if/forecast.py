@@ -268,11 +268,11 @@ class SweepRow:
 
 
 def largest_ep_size(facts: ModelFacts, ranks_per_stage: int) -> int:
-    """The largest EP size that divides the ranks of a stage and the experts."""
+    """The largest EP size that divides the experts, and with expert tensor parallelism the ranks of a stage."""
     return max(
         size
         for size in range(1, facts.num_experts + 1)
-        if facts.num_experts % size == 0 and ranks_per_stage % size == 0
+        if facts.num_experts % size == 0 and (size == 1 or ranks_per_stage % (size * facts.expert_tp_size) == 0)
     )
 
 

@@ -82,10 +82,11 @@ def check_layout(layout: Layout, profile: Profile) -> None:
         raise UsageError(f"EP size {layout.ep_size} does not divide the {experts} experts of the profiled model")
     if layout.pp_size > layers:
         raise UsageError(f"{layout.pp_size} pipeline stages are more than the {layers} layers of the profiled model")
-    if layout.world_size % (layout.pp_size * layout.ep_size):
+    if layout.world_size % (layout.pp_size * layout.ep_size * facts.expert_tp_size):
+        tensor = f" x {facts.expert_tp_size} expert-tensor-parallel ranks" if facts.expert_tp_size > 1 else ""
         raise UsageError(
-            f"{layout.world_size} ranks are no multiple of EP size {layout.ep_size} x {layout.pp_size} pipeline "
-            "stages. Choose other sizes"
+            f"{layout.world_size} ranks are no multiple of EP size {layout.ep_size}{tensor} x {layout.pp_size} "
+            "pipeline stages. Choose other sizes"
         )
 
 
@@ -211,10 +212,10 @@ def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
     Args:
         profile: the measured profile.
     """
-    replicas = layout.ranks_per_stage // layout.ep_size
+    stride = layout.ep_size * profile.model.expert_tp_size
+    replicas = layout.ranks_per_stage // stride
     return max(
-        cluster.all_reduce_ms(dense, layout.ranks_per_stage)
-        + cluster.all_reduce_ms(experts, replicas, stride=layout.ep_size)
+        cluster.all_reduce_ms(dense, layout.ranks_per_stage) + cluster.all_reduce_ms(experts, replicas, stride=stride)
         for dense, experts in gradient_bytes(profile, layout)
     )
 

@@ -144,7 +144,10 @@ def test_forecast_of_several_nodes_knows_two_hops():
     )
     steps_ms = {dispatch: forecast.step_ms for dispatch, forecast in row.by_dispatch.items()}
     assert steps_ms[TWO_HOP] < steps_ms[DEDUP] < steps_ms[PLAIN]
-    on_one = forecaster.layout(4, 4)
+    assert largest_ep_size(profile.model, 8) == 4, "each expert has two holders"
+    with pytest.raises(UsageError, match="8 ranks are no multiple of EP size 8 x 2 expert-tensor-parallel ranks"):
+        forecaster.layout(8, 8)
+    on_one = forecaster.layout(8, 4)
     assert forecaster.moved(on_one).model.nodes is None
     assert forecaster.dispatches(on_one) == (PLAIN, DEDUP)
     assert why_not_several_nodes(profile.model, on_one).endswith("so nothing leaves a node")

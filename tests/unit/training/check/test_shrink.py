@@ -79,6 +79,16 @@ def test_changes_name_what_is_not_checked():
     assert "--mtp-num-layers" not in found.words
 
 
+def test_capacity_that_drops_nothing_is_left_out():
+    assert "--moe-expert-capacity-factor" not in shrunk(f"{SMALL} --moe-expert-capacity-factor -1").words
+
+
+def test_recompute_that_is_not_checked_is_named():
+    found = shrunk(f"{SMALL} --recompute-granularity selective --recompute-modules layernorm mlp moe_act")
+    assert value(found.words, "--recompute-modules") == "mlp"
+    assert any("no recompute of layernorm, moe_act" in change for change in found.changes)
+
+
 def test_data_parallelism_is_kept_where_the_launch_has_it():
     assert shrunk(f"{SMALL} --tensor-model-parallel-size 4", num_ranks=4).layout.data == 1
     assert shrunk(f"{SMALL} --tensor-model-parallel-size 4", num_ranks=8).layout.data == 2

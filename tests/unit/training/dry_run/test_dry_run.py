@@ -266,6 +266,10 @@ REFUSED = {
         ["--num-virtual-stages-per-pipeline-rank", 2, "--global-batch-size", 40],
         r"5 micro-batches a step do not fit the virtual pipeline stages",
     ),
+    "group of virtual stages": (
+        ["--num-virtual-stages-per-pipeline-rank", 2, "--microbatch-group-size-per-virtual-pipeline-stage", 64],
+        r"per-virtual-pipeline-stage expects \d+ to \d+, the micro-batches of a step; got 64",
+    ),
     "size below 1": (["--pipeline-model-parallel-size", 0], "--pipeline-model-parallel-size expects at least 1, got 0"),
     "no data": (["--data-path"], r"data"),
     "a wish that can't be": (

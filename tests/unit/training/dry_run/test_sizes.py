@@ -18,6 +18,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.activations import _in_flight
 from megatron_lancet.lab.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.lab.dry_run.parameters import Held
@@ -26,6 +27,7 @@ from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.planning.sizes.saved_tensors import layer_tensors
 from megatron_lancet.schedule.layers import LayerKind, pattern_of
 from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import local_hybrid_stack
@@ -57,6 +59,8 @@ MODELS = {
     "latent, whole queries": MOE + LATENT + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
     "multi-token prediction": MOE + LATENT + "--mtp-num-layers 1 --pipeline-model-parallel-size 2 "
     "--pipeline-model-parallel-layout Et|tt|t|mL",
+    "tied multi-token prediction": MOE + "--mtp-num-layers 1 --pipeline-model-parallel-size 2 "
+    "--position-embedding-type rope",
     "repeated multi-token prediction": MOE + "--mtp-num-layers 2 --mtp-use-repeated-layer "
     "--position-embedding-type rope",
 }
@@ -116,6 +120,22 @@ def held_when_built(findings: Findings) -> list[Held]:
 
 
 @pytest.mark.thorough
+def test_experts_come_from_the_checkpoint(examined, monkeypatch, tmp_path):
+    def load(args):
+        args.num_experts, args.add_bias_linear = 8, False
+
+    monkeypatch.setattr(arguments, "load_checkpoint_arguments", load)
+    found = examined(f"--expert-model-parallel-size 2 --use-checkpoint-args --load {tmp_path}")
+    assert found.size == examined(MOE).size
+
+
+def test_tied_predictions_are_not_saved(examined):
+    saved = MODELS["tied multi-token prediction"] + " --save checkpoints --save-interval 10"
+    with pytest.raises(UsageError, match="--save with --mtp-num-layers and pipeline stages needs --untie-embeddings"):
+        examined(saved)
+    assert examined(f"{saved} --untie-embeddings-and-output-weights").size.total
+
+
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
 def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
     findings = examined(flags)

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.training.observe import run_figures
+from megatron_lancet.training.observe import run_figures, step_recorder
 from megatron_lancet.training.observe.run_figures import peak_memory_bytes, rates
+from megatron_lancet.training.observe.step_recorder import StepRecorder
+from tests.fakes import cpu_stats
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,15 @@ def test_utilisation_needs_a_known_peak(device, changes):
     found = rates(args(**changes), facts(device), 2000.0, 8 * 128.0)
     assert found["tflops_per_s"] == pytest.approx(1000)
     assert found["mfu"] is None
+
+
+def test_documents_are_not_counted_as_whole_samples(monkeypatch):
+    monkeypatch.setattr(step_recorder, "run_facts", lambda *_: facts("CPU"))
+    for is_packed, tflops in ((False, 1000), (True, None)):
+        settings = args(dataloader_inter_document_masking=is_packed)
+        recorder = StepRecorder(settings, torch.device("cpu"), cpu_stats())
+        report = {"ranks": [{"num_tokens": 8 * 128.0, "peak_memory_bytes": 1}], "step_ms": 2000.0}
+        assert recorder._figures(report, None)["tflops_per_s"] == tflops
 
 
 def test_samples_of_other_lengths_are_not_counted():
