@@ -115,7 +115,7 @@ class Overlap(RunHook):
         if facts.plan is None:
             return NoOverlap()(stages)
         if shape.has_packed_samples:
-            check_packed_samples(models[0].config)
+            check_packed_samples(models[0].config, getattr(models[0], "position_embedding_type", None))
 
         def counted(step: Callable[[], Any]) -> Any:
             result = step()

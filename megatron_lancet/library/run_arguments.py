@@ -75,10 +75,11 @@ class StepShape:
         )
 
 
-def check_packed_samples(config: Any) -> None:
+def check_packed_samples(config: Any, positions: str | None) -> None:
     """
     Args:
         config: Megatron's ``TransformerConfig``.
+        positions: the model's ``position_embedding_type``; None if it has none.
 
     Raises:
         UsageError: the overlap would compute something else for packed samples than Megatron does.
@@ -87,6 +88,12 @@ def check_packed_samples(config: Any) -> None:
         raise UsageError(
             "moe_router_load_balancing_type seq_aux_loss does not work with packed samples: Megatron takes the row of "
             "all documents for one sequence. Set aux_loss or global_aux_loss, or pass plan='off'."
+        )
+    if positions == "mrope":
+        raise UsageError(
+            "position_embedding_type mrope does not work with packed samples: the overlap takes a token's rotary "
+            "embedding by its place in its document, and mrope has one for each token of a row. Drop "
+            "packed_samples=True and the packing of samples, or pass plan='off'."
         )
 
 

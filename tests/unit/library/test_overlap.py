@@ -79,6 +79,11 @@ def test_number_of_micro_batches_must_be_known():
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", ["aux_loss", "seq_aux_loss"]])
 def test_a_row_of_documents_is_no_sequence_of_a_loss(kind):
-    check_packed_samples(transformer_config(**EXPERTS))
+    check_packed_samples(transformer_config(**EXPERTS), "rope")
     with pytest.raises(UsageError, match="seq_aux_loss does not work with packed samples"):
-        check_packed_samples(SimpleNamespace(moe_router_load_balancing_type=kind))
+        check_packed_samples(SimpleNamespace(moe_router_load_balancing_type=kind), "rope")
+
+
+def test_a_row_of_documents_has_no_embedding_for_each_token():
+    with pytest.raises(UsageError, match="mrope does not work with packed samples"):
+        check_packed_samples(transformer_config(**EXPERTS), "mrope")
