@@ -8,6 +8,9 @@ own Python with plain torch for its kernels, whose time is in both sides of a ra
 take turns in random order; a time is the CPU time of the process in one step. A ratio is the variant's time over
 stock's in the same repeat: on a GPU the host must launch a step in less time than the device takes to run it.
 
+"Stock in halves" has twice as many micro-batches of half as many samples: each op of stock runs twice, as in two chunks
+of whole layers.
+
 The second table divides the variants' CPU time among ops, from the runtime's own trace of one step.
 """
 
@@ -18,7 +21,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +40,7 @@ from megatron_lancet.schedule.timeline import Lane, RankTimeline
 if TYPE_CHECKING:
     from benchmarks.gpu.variants import Runner
 
-STOCK, ANY_CORE = "stock", "pairs on any core"
+STOCK, HALVES, ANY_CORE = "stock", "stock in halves", "pairs on any core"
 SIZE = Size(8, 32, 2, 2, 16, 64, 2, 2, 16, 4, 64, moe_every=1, modern=True)
 NUM_RANKS, NUM_MICRO_BATCHES = 8, 4
 _NUM_WARM_UP = 3
@@ -155,6 +158,9 @@ def main() -> None:
 
         work = Work(SIZE, NUM_RANKS, NUM_MICRO_BATCHES, device, bf16=False, te=args.te)
         runners = {name: Runner(Variant(plan), work) for name, plan in plans().items()}
+        half = replace(SIZE, micro_batch=SIZE.micro_batch // 2)
+        halves = replace(work, size=half, num_micro_batches=2 * NUM_MICRO_BATCHES)
+        runners[HALVES] = Runner(Variant(None), halves)
         steps = {name: step_of(runner) for name, runner in runners.items()}
         steps[ANY_CORE] = on_any_core(steps["pairs"])
         for step in steps.values():

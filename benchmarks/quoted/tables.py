@@ -70,9 +70,23 @@ def host_time() -> str:
     plans = ", ".join(f"{plan.replace(', ', ' in ')} {ratio:.2f} ({te[plan]:.2f})" for plan, ratio in local.items())
     return (
         f"CPU time of a step that is all launches, over stock's, with local layers (with Transformer Engine's): "
-        f"{plans}. Where the host limits a step, prefer one chunk or pairs; chunks of the experts alone "
+        f"{plans}. Stock in halves has twice as many micro-batches of half as many samples: chunks of whole layers run "
+        f"each op twice too. Where the host limits a step, prefer one chunk or pairs; chunks of the experts alone "
         f"(`--lancet-range experts`) cost the host less than chunks of whole layers (`python -m benchmarks.host_time`, "
-        f"{result('host-time')['date']})."
+        f"{result('host-time')['date']}). {_host_time_on_gpu()}"
+    )
+
+
+def _host_time_on_gpu() -> str:
+    """The host's time for a layer in the newest check of a device, over stock's."""
+    check = result("gpu-check")
+    (part,) = (part for part in check["parts"] if part["name"] == "host_time")
+    us = {record["name"]: record["us_per_layer"] for record in part["records"] if "groups_us" in record}
+    ratios = {name: own / us["stock"] for name, own in us.items() if name != "stock"}
+    texts = ", ".join(f"{name.replace(', ', ' with ')} {ratio:.2f}" for name, ratio in ratios.items())
+    return (
+        f"The same of a layer in the [check of a GPU](#the-newest-check) of {check['date']}, where stock has no "
+        f"grouped experts: {texts}."
     )
 
 
