@@ -157,7 +157,7 @@ def layout_of(
     facts = forecaster.profile.model
     pp_size = arguments.pp_size or len(set(facts.stage_of_layer))
     if world_size is None:
-        least = pp_size * (1 if isinstance(ep_size, str) else ep_size)
+        least = pp_size * facts.expert_tp_size * (1 if isinstance(ep_size, str) else ep_size)
         world_size = facts.world_size if facts.world_size % least == 0 else least
     if isinstance(ep_size, str):
         ep_size = largest_ep_size(facts, max(1, world_size // pp_size))
