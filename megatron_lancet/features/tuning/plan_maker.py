@@ -28,6 +28,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
@@ -219,7 +220,8 @@ class ProfilingPlanMaker:
         measured_ms = found.measured_steps_ms[str(plan)]
         try:
             profile = with_reduction(self._refreshed(found), self._reduction)
-            predicted_ms = Simulator(CostModel(profile)).expected_step(plan).step_ms
+            in_stages = split_at_stages(plan, profile.model.stage_of_layer)
+            predicted_ms = Simulator(CostModel(profile)).expected_step(in_stages).step_ms
         except RecordError:
             return False  # planning says so
         if abs(predicted_ms / measured_ms - 1) <= MISFIT_SHARE:
@@ -251,7 +253,8 @@ class ProfilingPlanMaker:
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
-            no_overlap_ms = simulator.expected_step(plan_without_overlap()).step_ms
+            no_overlap = split_at_stages(plan_without_overlap(), profile.model.stage_of_layer)
+            no_overlap_ms = simulator.expected_step(no_overlap).step_ms
             profiled = self._fast_profiled(planned)
             rival = _other_dispatch((*finalists, *profiled), planned.limits, simulator)
             if rival:

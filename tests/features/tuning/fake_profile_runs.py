@@ -7,6 +7,7 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 
@@ -57,5 +58,6 @@ def best(planned):
 
 def with_step(profile, share: float = 1.0):
     """What two steps of the present plan give in a run where it takes this share of its predicted time."""
-    predicted_ms = Simulator(CostModel(profile)).expected_step(PRESENT).step_ms
+    present = split_at_stages(PRESENT, profile.model.stage_of_layer)
+    predicted_ms = Simulator(CostModel(profile)).expected_step(present).step_ms
     return replace(profile, measured_steps_ms={str(PRESENT): share * predicted_ms})

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lancet.features.tuning import plan_maker
+from megatron_lancet.profiler.cache import ProfileKey
 from tests.features.tuning.fake_profile_runs import (
     BATCH,
     PROFILE,
@@ -51,10 +53,13 @@ def test_kept_profile_of_another_network_is_said_and_mended(make, monkeypatch, t
     assert later.notes == [], "the new links were kept"
 
 
-@pytest.mark.parametrize("share", [0.7, 1.5])
-def test_kept_profile_of_another_speed_is_said_and_replaced(make, monkeypatch, tmp_path, share):
+@pytest.mark.parametrize(("share", "stages"), [(0.7, (0, 0)), (1.5, (0, 0)), (1.5, (0, 1))])
+def test_kept_profile_of_another_speed_is_said_and_replaced(make, monkeypatch, tmp_path, share, stages):
+    profile = replace(PROFILE, model=replace(PROFILE.model, stage_of_layer=stages))
+    monkeypatch.setattr(Run, "result", profile)
+    monkeypatch.setattr(plan_maker, "key_of", lambda model: ProfileKey.of(profile))
     profiled(make(cache_dir=tmp_path))
-    monkeypatch.setattr(Run, "result", with_step(PROFILE, share))
+    monkeypatch.setattr(Run, "result", with_step(profile, share))
     maker = make(cache_dir=tmp_path)
     planned, num_steps = profiled(maker)
     assert num_steps == 2 + 3

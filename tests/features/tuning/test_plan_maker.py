@@ -42,6 +42,14 @@ def test_plan_maker_returns_plans_of_several_kinds(make):
     assert maker.notes == []
 
 
+def test_plan_maker_plans_for_pipeline_stages(make, monkeypatch):
+    staged = replace(PROFILE, model=replace(PROFILE.model, stage_of_layer=(0, 1)))
+    monkeypatch.setattr(Run, "result", staged)
+    planned, _ = profiled(make())
+    assert planned.no_overlap_ms > PROFILE.rest_ms
+    assert all(len(candidate.plan.segments) > 1 for candidate in planned.finalists)
+
+
 @pytest.mark.parametrize("refreshes", [False, True])
 def test_batch_that_grows_is_profiled_anew(make, monkeypatch, refreshes):
     maker = make()

@@ -150,3 +150,10 @@ def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_pa
         assert re.search(kind, line), lines
     tuning = json.loads((tmp_path / "report.json").read_text())["tuning"]
     assert (tuning["stage"], tuning["num_plans"], tuning["lines"]) == ("watch", 2, lines[1:])
+
+
+def test_auto_plans_for_pipeline_stages(token_data, tmp_path):
+    stages = ["--pipeline-model-parallel-size", 2, "--num-layers", 4, "--disable-bias-linear", "--overlap-grad-reduce"]
+    run = pretrain(token_data, [*EP2, *TUNED, *stages], tmp_path, 4, train_iters=60)
+    (line,) = [line for line in lines_of(run) if "measuring" in line]
+    assert re.search(r"measuring \d plans in turns: no overlap; .*layers 3-end: .*predicted .*\(best of \d+", line)
