@@ -133,6 +133,8 @@ class TELinearPerChunk(LinearByPlan):
         self._unregistered = list(self._late)
         self._store_of_chunk = _StoreOfModule(self._put)
         self._by_kind: dict[str, Sequence[DeferredWeight | None]] = {}
+        self._nodes: dict[str, Any] = {}
+        self._seen: set[str] = set()
         for parameter in self._late.values():
             parameter.skip_backward_post_hook = True
 
@@ -154,15 +156,23 @@ class TELinearPerChunk(LinearByPlan):
         # The op of several weights is named like the module, as is the op of one weight.
         op_name = f"{self._op_name}.{name}" if self.deferred else self._op_name
         self.deferred.append(kind(parameter, op_name, report_ready))
-        if len(self.deferred) > 1:
+        if len(self.deferred) > 1 and not name.startswith("bias"):
             return
-        # One backward function uses all parameters of the module: the last use of one is the last use of all.
+        # One backward function uses all parameters of the module: the last use of one is the last use of all. But in
+        # fp8 that function returns the biases' gradients, and autograd visits the parameters' nodes one by one.
         use = parameter.expand_as(parameter).grad_fn
         assert use is not None
-        self._accumulate_grad = use.next_functions[0][0]  # the hook goes with the node
-        self._accumulate_grad.register_hook(lambda *_: self._mark_last_use())
+        self._nodes[name] = use.next_functions[0][0]  # the hook goes with the node
+        self._nodes[name].register_hook(lambda *_: self._visited(name))
 
-    def _mark_last_use(self: Any) -> None:
+    def _visited(self: Any, name: str) -> None:
+        """Notes that autograd has visited a parameter's node; after the last one reports may follow."""
+        if name in self._seen:  # a backward pass has failed
+            self._seen.clear()
+        self._seen.add(name)
+        if len(self._seen) < len(self._nodes):
+            return
+        self._seen.clear()
         for weight in self.deferred:
             self._grad_store.mark_last_use(weight)
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import DwPolicy, Plan
 from tests.features.dedup.cases import dedup
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import parallel
@@ -72,6 +72,8 @@ def _fp8(recipe: str, number: str = "hybrid", **settings: Any) -> dict[str, Any]
 _WHOLE, _TWO, _FOUR = ({f"k={k}": plan_of(k)} for k in (1, 2, 4))
 _WHOLE_DEDUP = {"k=1 dedup": dedup(plan_of(1))}
 _SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
+_AT_ONCE = {"k=1 dw=none": plan_of(1, dw="none")}
+"""In a run that may switch to plans which defer, as with ``--lancet-plan auto``."""
 MTP: dict[str, Any] = {"mtp_num_layers": 1}
 _NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
 _ONE_EXPERT: dict[str, Any] = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
@@ -86,6 +88,8 @@ RECIPES = {
     "delayed-in-fp32": Recipe(_IN_FP32, _TWO | _FOUR),
     "delayed-in-fp32-recompute": Recipe({**_IN_FP32, **RECOMPUTE}, _TWO),
     "tensorwise": Recipe(_fp8("tensorwise"), _WHOLE | _FOUR | _SEQUENCE),
+    # Transformer Engine's backward returns biases' gradients to autograd, apart from dWs.
+    "tensorwise-biases": Recipe(_fp8("tensorwise", add_bias_linear=True), _WHOLE | _AT_ONCE),
     "tensorwise-recompute": Recipe(_fp8("tensorwise", **RECOMPUTE), _WHOLE),
     "tensorwise-first-last-bf16": Recipe(_fp8("tensorwise", **FIRST_LAST), _WHOLE),
     "delayed-mtp": Recipe(_fp8("delayed", **MTP), _WHOLE),
@@ -189,7 +193,8 @@ class Run(NamedTuple):
 def run(settings: Mapping[str, Any], plan: Plan | None = None, weights: list[dict[str, torch.Tensor]] | None = None):
     """Runs stock or a plan; each step is on given weights, or on those that the gradients of the last one lead to."""
     model, config, precision = build(settings)
-    setup, stats = (None, None) if plan is None else overlapping_model(model, plan)
+    switchable = plan is not None and plan.dw_policy is DwPolicy.NONE
+    setup, stats = (None, None) if plan is None else overlapping_model(model, plan, switchable=switchable)
     ddp = wrap_with_ddp(model, config, precision, setup is not None and setup.delays_weight_grads)
     steps: list[Step] = []
     with quantized_weights(model) as quantized, recorded_puts() as dw_bytes:
