@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         wish = ReplicaWish.of(session.run.arguments, arguments.replicas, arguments.popularity)
     plan = None
     if arguments.chunks > 1 or arguments.tiles:
-        plan = evaluation_plan(arguments.chunks, arguments.tiles or 0, arguments.batch_size)
+        trained = session.run.arguments
+        plan = evaluation_plan(arguments.chunks, arguments.tiles or 0, arguments.batch_size, trained)
     stream = read_stream(arguments.data, session.tokenizer, arguments.json_key)
     size = arguments.batch_size, arguments.max_tokens
     with session.model() as model:

@@ -11,6 +11,7 @@ ranks runs on any other that divides the number of experts.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,12 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     """Reads the prompt from the flag, the file or standard input.
 
     Raises:
-        UsageError: the file can't be read, or is not UTF-8 text.
+        UsageError: the file can't be read, or is not UTF-8 text; or several ranks would share standard input.
     """
     if arguments.prompt is not None:
         return str(arguments.prompt)
+    if arguments.prompt_file is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("standard input reaches only one of several ranks: pass --prompt or --prompt-file.")
     try:
         if arguments.prompt_file is not None:
             return str(arguments.prompt_file.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ The forward pass equals training's (``model/``), without gradients: while rows a
 of other chunks run, or experts on rows that are here (for prefill EPS-MoE's idea, section 3).
 """
 
+import argparse
 from datetime import timedelta
 
 from megatron.core import parallel_state
@@ -18,21 +19,30 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
+from megatron_lancet.training.megatron.models import default_arguments
+from megatron_lancet.training.plan.limits import routing_over_full_micro_batch
 
 CHUNKS_FLAG, TILES_FLAG = "--chunks", "--tiles"
 
 
-def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int) -> Plan:
+def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int, trained: argparse.Namespace) -> Plan:
     """The plan of a forward pass without gradients.
 
     Args:
         num_chunks: chunks of a batch, along its windows.
         num_tiles: parts in which rows go to other ranks; 0 for one message.
         batch_size: windows of a batch on a rank.
+        trained: Megatron's arguments of the run that wrote the checkpoint.
 
     Raises:
-        UsageError: there are fewer windows than chunks, or only one rank.
+        UsageError: there are fewer windows than chunks, or only one rank, or a token's route depends on other tokens.
     """
+    args = argparse.Namespace(**{**default_arguments(), **vars(trained)})
+    for flag in routing_over_full_micro_batch(args) if num_chunks > 1 else ():
+        raise UsageError(
+            f"{CHUNKS_FLAG} {num_chunks} does not work with {flag}, with which the checkpoint was trained: routes "
+            f"depend on all tokens of a batch. Drop {CHUNKS_FLAG}; {TILES_FLAG} works."
+        )
     if num_chunks > batch_size:
         raise UsageError(
             f"{CHUNKS_FLAG} {num_chunks} cuts a batch of {batch_size} windows, which has fewer. Pass a larger "

@@ -388,3 +388,9 @@ class TestDamagedCheckpoints:
         path.write_bytes(bytes(content))
         assert "restricted reader refuses" in self.refusal(tool, copy)
         assert not victim.exists()
+
+
+def test_several_ranks_share_no_standard_input(tool, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="standard input reaches only one of several ranks: pass --prompt"):
+        tool("generate").main(["--load", str(tmp_path)])

@@ -91,7 +91,7 @@ def routing_over_full_micro_batch(args: argparse.Namespace) -> Iterator[str]:
         if kind in kinds:
             yield f"--moe-router-load-balancing-type {kind}"
     for flag, is_given in {
-        "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
+        "--moe-expert-capacity-factor": (args.moe_expert_capacity_factor or -1.0) >= 0,
         "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
         "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
         "--moe-router-force-biased": args.moe_router_force_biased is not None,
