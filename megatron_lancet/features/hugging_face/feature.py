@@ -142,7 +142,7 @@ class ActiveHuggingFace(ActiveFeature):
 
     def _save_last(self) -> None:
         args = get_args()
-        # Megatron counts a run's last step from 0, and also where no step was left.
+        # curr_iteration is the last step, counted from 0. It is 0 also if no step was left.
         self._save(max(args.iteration, args.curr_iteration + 1))
 
     def _save(self, step: int) -> None:
