@@ -33,8 +33,8 @@ def all_results() -> dict[str, Any]:
 
     setups, num_waits = [], 0
 
-    def overlapping_model(stock: Callable[..., Any], *args: Any) -> Any:
-        setup, stats = stock(*args)
+    def overlapping_model(stock: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        setup, stats = stock(*args, **settings)
         setups.append(setup)
         return setup, stats
 
