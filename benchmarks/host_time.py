@@ -8,8 +8,8 @@ own Python with plain torch for its kernels, whose time is in both sides of a ra
 take turns in random order; a time is the CPU time of the process in one step. A ratio is the variant's time over
 stock's in the same repeat: on a GPU the host must launch a step in less time than the device takes to run it.
 
-"Stock in halves" has twice as many micro-batches of half as many samples: each op of stock runs twice, as in two chunks
-of whole layers.
+"Stock in halves" has twice as many micro-batches with half the samples, so it runs each op twice, as two chunks
+of whole layers do.
 
 The second table divides the variants' CPU time among ops, from the runtime's own trace of one step.
 """

@@ -70,9 +70,10 @@ def host_time() -> str:
     plans = ", ".join(f"{plan.replace(', ', ' in ')} {ratio:.2f} ({te[plan]:.2f})" for plan, ratio in local.items())
     return (
         f"CPU time of a step that is all launches, over stock's, with local layers (with Transformer Engine's): "
-        f"{plans}. Stock in halves has twice as many micro-batches of half as many samples: chunks of whole layers run "
-        f"each op twice too. Where the host limits a step, prefer one chunk or pairs; chunks of the experts alone "
-        f"(`--lancet-range experts`) cost the host less than chunks of whole layers (`python -m benchmarks.host_time`, "
+        f"{plans}. *Stock in halves* has twice as many micro-batches with half the samples, so it runs each op twice, "
+        f"as two chunks of whole layers do. Where the host limits a step, prefer one chunk or pairs; chunks of the "
+        f"experts alone (`--lancet-range experts`) cost the host less than chunks of whole layers "
+        f"(`python -m benchmarks.host_time`, "
         f"{result('host-time')['date']}). {_host_time_on_gpu()}"
     )
 

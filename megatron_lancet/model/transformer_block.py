@@ -304,7 +304,7 @@ class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
             hidden = apply_module(self.final_layernorm)(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         elif not self.pre_process and not len(self.layers):
-            hidden = hidden.clone()  # as stock: Megatron frees the output that it has sent, and keeps the input
+            hidden = hidden.clone()  # as stock: Megatron frees a sent output, which here would be the input
         return hidden
 
 

@@ -21,7 +21,7 @@ class ProfileKey:
     """Identifies what was profiled; the measured fields of ``model`` don't count, ``versions`` are by package.
 
     Attributes:
-        plans: the profiled plans, see :func:`names_of`; a planner tries nothing of which no plan was profiled.
+        plans: the profiled plans, see :func:`names_of`. The planner tries only kinds of plans that were profiled.
     """
 
     model: ModelFacts

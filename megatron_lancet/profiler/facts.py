@@ -169,7 +169,7 @@ def _name(model: ProfiledModel) -> str:
 
 
 def _recompute(config: TransformerConfig) -> str:
-    """What is recomputed."""
+    """The settings of recompute."""
     full = (config.recompute_method, config.recompute_num_layers)
     parts = config.recompute_modules if config.recompute_granularity == "selective" else full
     return "-".join(["recompute", config.recompute_granularity, *(str(part) for part in parts or () if part)])

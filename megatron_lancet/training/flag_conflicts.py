@@ -52,13 +52,17 @@ def _of_training(args: argparse.Namespace) -> Iterator[str]:
             yield f"--weight-decay-incr-style {args.weight_decay_incr_style} {what}."
 
 
+def predicts_beside_loss(args: argparse.Namespace) -> bool:
+    """Whether the stage of the loss is that of the predictions: always without ``--pipeline-model-parallel-layout``."""
+    layout = args.pipeline_model_parallel_layout
+    return layout is None or "m" in layout.rpartition("|")[2]
+
+
 def _of_saves(args: argparse.Namespace) -> Iterator[str]:
     if args.save is None:
         return
-    layout = args.pipeline_model_parallel_layout
-    beside_loss = args.mtp_num_layers and (layout is None or "m" in str(layout).rpartition("|")[2])
     is_tied = args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights
-    if beside_loss and is_tied and args.ckpt_format != "torch":
+    if args.mtp_num_layers and predicts_beside_loss(args) and is_tied and args.ckpt_format != "torch":
         yield (
             "--save with --mtp-num-layers and pipeline stages needs --untie-embeddings-and-output-weights: Megatron "
             "can't save the tied weights of a stage with predictions and the loss. Pass it, or drop --mtp-num-layers."

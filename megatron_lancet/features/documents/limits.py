@@ -2,12 +2,10 @@
 
 import argparse
 
-from megatron.core.transformer.enums import LayerType
-
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.flag_conflicts import predicts_beside_loss
 from megatron_lancet.training.layer_pattern import OTHER_LAYERS, hybrid_pattern
-from megatron_lancet.training.megatron.gpt_data import pipeline_layout
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
 
@@ -42,8 +40,7 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
             f"--mtp-num-layers does not work with {DOCUMENTS_FLAG} and --context-parallel-size {context}: Megatron "
             "shifts each document as if it were cut over the ranks by itself. Drop one of the three."
         )
-    layout = pipeline_layout(args)
-    if layout is not None and args.mtp_num_layers and LayerType.mtp not in layout.layout[-1][-1]:
+    if args.mtp_num_layers and not predicts_beside_loss(args):
         raise UsageError(
             f"{DOCUMENTS_FLAG} needs predictions on the stage of the loss (mL), found --pipeline-model-parallel-layout "
             f"{args.pipeline_model_parallel_layout}: a stage after them would get several hidden states of a token. "

@@ -166,7 +166,7 @@ class TELinearPerChunk(LinearByPlan):
         self._nodes[name].register_hook(lambda *_: self._visited(name))
 
     def _visited(self: Any, name: str) -> None:
-        """Notes that autograd has visited a parameter's node; after the last one reports may follow."""
+        """Notes that autograd has visited a parameter's node. After the last node no gradient is outstanding."""
         if name in self._seen:  # a backward pass has failed
             self._seen.clear()
         self._seen.add(name)

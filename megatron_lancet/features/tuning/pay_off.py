@@ -29,7 +29,7 @@ class PayOff:
     def add(
         self, iteration: int, elapsed_ms: float, compared: Compared | None, is_settled: bool, num_micro_batches: int
     ) -> None:
-        """Counts a step, if it is as long as the compared steps: a batch may grow.
+        """Counts a step, if it has as many micro-batches as the compared steps.
 
         Args:
             iteration: its number.

@@ -88,7 +88,7 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
     def _runs_by_layer(self, num_rows: int) -> bool:
         if on_cuda(self.local_experts[0].linear_fc1.weight):
             return not self.config.deterministic_mode
-        # DDP gets the gradients in another order. Ranks that reduce them together receive unlike numbers of rows.
+        # Layer by layer, DDP gets gradients in another order. Replicas of an expert must agree, and have unlike rows.
         return self.may_group and self.dp_group.size() == 1 and grouped_is_faster(len(self.local_experts), num_rows)
 
     def _together(self) -> "_LayerByLayer | None":

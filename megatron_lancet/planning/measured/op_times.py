@@ -113,7 +113,7 @@ class Samples:
         pinned_bytes: bytes that stay alive until the dW has run.
         weight_bytes: bytes of the gradient that the dW adds to.
         rest_ms: time of each step outside all spans, for example in the optimizer.
-        outside_ms: time of each step before its first span and behind its last one.
+        outside_ms: time of each step before its first span and after its last one.
         steps: the samples in ``ops``, by step.
         host: times in which the host launches, of the same ops in each micro-batch.
         host_of_dws: the same for weight gradients.
@@ -217,8 +217,8 @@ class OpMedians:
 def over_ranks(ranks: Sequence[OpMedians], stages: Sequence[int]) -> OpMedians:
     """Returns medians over the ranks that have the op: a pipeline stage has some of the layers.
 
-    With several stages ``rest_ms`` is the first stage's time outside: it begins a step and ends it. Other stages, and
-    the first one in between, also wait while the pipeline fills and drains.
+    With several stages ``rest_ms`` is the time outside of the first stage, which starts and ends a step. All stages
+    also wait while the pipeline fills and drains.
 
     Args:
         stages: pipeline stage of each rank.

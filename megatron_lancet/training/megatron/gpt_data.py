@@ -111,26 +111,20 @@ def predicts_further(args: argparse.Namespace, vp_stage: int | None) -> bool:
     """
     if args.mtp_num_layers is None:
         return False
-    return mtp_on_this_rank(
-        layout=pipeline_layout(args),
-        mtp_num_layers=args.mtp_num_layers,
-        ignore_virtual=vp_stage is None,
-        vp_stage=vp_stage,
-    )
+    return mtp_on_this_rank(_pipeline_layout(args), args.mtp_num_layers, vp_stage is None, vp_stage)
 
 
 def embedding_ranks(args: argparse.Namespace, pp_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline that hold the embedding: the first stage, predictions, and the last stage if it is tied."""
-    facts = argparse.Namespace(mtp_num_layers=args.mtp_num_layers, pipeline_model_parallel_layout=pipeline_layout(args))
+    """Ranks that hold the embedding: of the first stage, of predictions, and of the last stage if weights are tied."""
+    layout = _pipeline_layout(args)
+    facts = argparse.Namespace(mtp_num_layers=args.mtp_num_layers, pipeline_model_parallel_layout=layout)
     tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
     return sorted({pp_ranks[0], *tied, *get_mtp_ranks(pp_ranks, facts)})
 
 
-def pipeline_layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
-    """``--pipeline-model-parallel-layout``; None without one."""
+def _pipeline_layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
     layout: str | PipelineParallelLayerLayout | None = args.pipeline_model_parallel_layout
-    is_text = isinstance(layout, str)
-    return PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size) if is_text else layout
+    return PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size) if isinstance(layout, str) else layout
 
 
 def _reads_tensors(vp_stage: int | None) -> bool:

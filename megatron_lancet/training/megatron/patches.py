@@ -66,7 +66,7 @@ def fused_core_attention(needed: bool) -> AbstractContextManager[None]:
 def measured_stock_communication(stats: CommStats) -> Iterator[None]:
     """Times stock's all-to-alls of experts and count exchanges; their arguments and results pass through.
 
-    Of messages that Megatron itself runs beside compute only the wait is timed, of those in a CUDA graph nothing.
+    An asynchronous message counts by its wait alone. Messages in a CUDA graph are not timed.
     """
 
     def is_captured() -> bool:
@@ -103,7 +103,7 @@ class _TimedWork:
         self._stats = stats
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Waits as the message does."""
+        """Waits for the message."""
         with self._stats.waiting("exposed_ms", "all_to_all_ms"):
             return self._work.wait(*args, **kwargs)
 

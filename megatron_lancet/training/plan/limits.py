@@ -85,13 +85,13 @@ def sequence_refusal(blocker: str) -> UsageError:
 
 def routing_over_full_micro_batch(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags with which a token's route depends on other tokens, or on random numbers drawn in each call."""
-    balancing = args.moe_router_load_balancing_type
+    balancing, capacity = args.moe_router_load_balancing_type, args.moe_expert_capacity_factor
     kinds = balancing if isinstance(balancing, list) else [balancing]
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in kinds:
             yield f"--moe-router-load-balancing-type {kind}"
     for flag, is_given in {
-        "--moe-expert-capacity-factor": (args.moe_expert_capacity_factor or -1.0) >= 0,
+        "--moe-expert-capacity-factor": capacity is not None and capacity >= 0,
         "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
         "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
         "--moe-router-force-biased": args.moe_router_force_biased is not None,

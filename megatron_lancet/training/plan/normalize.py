@@ -38,7 +38,7 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             "and both compute the same loss"
         )
     if args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor < 0:
-        lines.append(f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor:g} is dropped: it drops no token")
+        lines.append(f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor:g} is removed: it drops no token")
         args.moe_expert_capacity_factor = None
     for feature in config.features:
         lines += feature.normalize(args, config)

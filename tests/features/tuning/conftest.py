@@ -17,7 +17,7 @@ from tests.unit.training.configs import config_with
 
 @pytest.fixture
 def make(monkeypatch):
-    """A plan maker of a run with one rank; what it said is its ``notes``."""
+    """Builds plan makers of a run with one rank. Their ``notes`` are the lines for the user."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
     monkeypatch.setattr(plan_maker, "ProfileRun", Run)

@@ -57,7 +57,7 @@ def best(planned):
 
 
 def with_step(profile, share: float = 1.0):
-    """What two steps of the present plan give in a run where it takes this share of its predicted time."""
+    """The profile of two steps of the present plan, which take this share of the predicted time."""
     present = split_at_stages(PRESENT, profile.model.stage_of_layer)
     predicted_ms = Simulator(CostModel(profile)).expected_step(present).step_ms
     return replace(profile, measured_steps_ms={str(PRESENT): share * predicted_ms})
