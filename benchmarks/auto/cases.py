@@ -166,6 +166,7 @@ class Case:
 
 _NEARLY_HALF = 0.475
 """The middle of 45 to 50 %: in measured turns stock's share differs from this by a few percent of a step."""
+_ALONE = (USERS, "k1", "k1-gaps", "k1-dedup", "k2-seq", "k2-seq-dedup")
 CASES = {
     case.name: case
     for case in (
@@ -184,13 +185,13 @@ CASES = {
         Case("20-m4-te", 0.20, 4, te=True),
         Case("45-m4-documents", _NEARLY_HALF, 4, flags=(_DOCUMENTS,)),
         Case("45-m4-tp2", _NEARLY_HALF, 4, experts=8, flags=_TP, ranks_per_node=2),
-        Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=(USERS, "k1", "k1-gaps", "k1-dedup")),
+        Case("65-m1-reductions", 0.65, 1, flags=_REDUCED_LAYER_BY_LAYER, only=_ALONE),
         Case(
             "45-m2-reductions",
             _NEARLY_HALF,
             2,
             flags=_REDUCED_LAYER_BY_LAYER,
-            only=(USERS, "pairs", "pairs-gaps", "pairs-dedup"),
+            only=(USERS, "pairs", "pairs-gaps", "pairs-dedup", "k2-seq-dedup", "pairs-k2-seq-dedup"),
         ),
     )
 }

@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.auto.cases import AUTO, CASES, MEGATRON, MEGATRON_DELAYED, SAME, USERS
+from benchmarks.auto.cases import AUTO, CASES, MEGATRON, MEGATRON_DELAYED, SAME
 from benchmarks.auto.summary import TRAINING_STEPS, CaseSummary, summarise
 from benchmarks.harness.tables import markdown
 from benchmarks.quoted.cells import NO_RESULT, linked, quartiles
@@ -33,7 +33,7 @@ _CHOICES = {
 def auto() -> str:
     """Every measured case, from its newest result."""
     lines = [["case", "stock's step", "stock waits", "`auto` against stock (quartiles)"]]
-    lines[0] += ["against stock as a user has it", "of the fastest fixed plan's step", "tuning", "its plan"]
+    lines[0] += ["against stock as a user has it", "of the step of the fastest fixed plan", "tuning", "its plan"]
     lines[0] += ["predicted", f"{TRAINING_STEPS} steps at", "losses"]
     for case, quoted, found in _found():
         chosen, reference = found.variants[AUTO], found.variants[SAME]
@@ -44,11 +44,11 @@ def auto() -> str:
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
                 _against_users(found),
-                f"{_to_best(found)} (`{found.best}`)",
+                f"{_to_best(found)} (`{found.best}`, of {found.num_fixed})",
                 f"{found.num_tuning_steps} steps",
                 chosen.plan,
                 "-" if found.prediction_error is None else f"{found.prediction_error:+.1%}",
-                f"{found.time_to_step:.0%}",
+                f"{found.time_to_step:.0%}{'' if found.counts_planning else ' without planning'}",
                 f"{found.max_loss_difference:.0e}",
             ]
         )
@@ -125,7 +125,7 @@ def sentence() -> str:
         for part in parts
         if part
     ]
-    against_users = [float(_against_users(one)) for one in summaries if USERS in one.variants]
+    against_users = [one.against_users.median for one in summaries if one.against_users is not None]
     left = _range([100 * one.variants[AUTO].waited_share for one in summaries], ".0f")
     marks = "".join(f"; some are {mark}" for mark in sorted({mark.strip() for _, mark in found} - {""}))
     return (
@@ -139,9 +139,7 @@ def sentence() -> str:
 
 def _against_users(found: CaseSummary) -> str:
     """``auto`` against stock as a user has it; a dash where that did not run."""
-    if USERS not in found.variants:
-        return "-"
-    return f"{found.variants[USERS].step_ms / found.variants[AUTO].step_ms:.2f}"
+    return "-" if found.against_users is None else f"{found.against_users.median:.2f}"
 
 
 def _megatrons(found: CaseSummary) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.auto.cases import AUTO, FIXED, SAME, VARIANTS
+from benchmarks.auto.cases import AUTO, FIXED, SAME, USERS, VARIANTS
+from benchmarks.gradient_error import relative_difference
 from benchmarks.harness.samples import Spread, spread
 from benchmarks.harness.tables import aligned, markdown
 
@@ -43,9 +44,13 @@ class CaseSummary:
         to_best: ``auto``'s steady step over the fastest fixed plan's, median of paired ratios.
         to_best_error: standard error of that ratio, from its spread over turns: the machine's speed changes from one
             turn to the next, so steps of a turn are not independent. None with one turn.
+        num_fixed: fixed plans that ran.
         time_to_step: see :func:`_time_to_step`.
+        counts_planning: whether that time includes the work between the steps of the tuning; older results lack it.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
         prediction_errors: predicted over measured step, less one, of each plan in ``auto``'s race that has both.
+        disturbance: what else used the processor; None if nothing did.
+        against_users: step of stock as a user has it over ``auto``'s; None if that did not run.
     """
 
     name: str
@@ -60,6 +65,10 @@ class CaseSummary:
     time_to_step: float
     max_loss_difference: float
     prediction_errors: Mapping[str, float]
+    num_fixed: int
+    counts_planning: bool
+    disturbance: str | None
+    against_users: Spread | None
 
     @property
     def prediction_error(self) -> float | None:
@@ -104,14 +113,33 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         case["rate_bps"],
         case["micro_batches"],
         variants,
-        len(auto["tuning_ms"]),
+        len(_tuning_ms(auto)),
         best,
         to_best,
         _error_over_turns(auto, records[best]),
         _time_to_step(case, best, to_best.median),
-        max(_difference(reference["losses"], record["losses"]) for record in records.values()),
+        max(largest_difference(reference["losses"], record["losses"]) for record in records.values()),
         _prediction_errors(auto["lines"]),
+        len(fixed),
+        _WHOLE in auto,
+        disturbance_text(case),
+        _ratios(records[USERS], auto) if USERS in records else None,
     )
+
+
+def disturbance_text(case: Mapping[str, Any]) -> str | None:
+    """The sentence that marks a case which something disturbed; None for others."""
+    if not case.get("disturbance", {}).get("is_disturbed"):
+        return None
+    return "DISTURBED: something else used the processor; quote these figures only with this mark."
+
+
+_WHOLE = "whole_tuning_ms"
+
+
+def _tuning_ms(auto: Mapping[str, Any]) -> Sequence[float]:
+    found: Sequence[float] = auto[_WHOLE] if _WHOLE in auto else auto["tuning_ms"]
+    return found
 
 
 def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
@@ -126,7 +154,7 @@ def _time_to_step(case: Mapping[str, Any], best: str, to_best: float) -> float:
         best: the fastest fixed plan.
         to_best: steady step of ``auto`` over that plan's.
     """
-    tuning_ms, record = case["variants"][AUTO]["tuning_ms"], case["variants"][best]
+    tuning_ms, record = _tuning_ms(case["variants"][AUTO]), case["variants"][best]
     turns = record.get("beside_ms") or [[statistics.median(_steps(record, 0))]] * 2
     num_steps = case.get("segment_steps", len(tuning_ms))
     in_steps = 0.0
@@ -155,8 +183,10 @@ def _prediction_errors(lines: Sequence[str]) -> dict[str, float]:
     return {plan: predicted[plan] / ms - 1 for plan, ms in measured.items() if plan in predicted}
 
 
-def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
-    return max(abs(ours / stock - 1) for stock, ours in zip(reference, losses, strict=False))
+def largest_difference(reference: Sequence[float], losses: Sequence[float]) -> float:
+    """Largest difference of a step's loss, relative to the reference's, over the steps that both have done."""
+    both = min(len(reference), len(losses))
+    return relative_difference(losses[:both], reference[:both])
 
 
 _HEADINGS = ("variant", "step", "speed-up (quartiles)", "waits", "plan")
@@ -175,10 +205,10 @@ def _about(case: CaseSummary) -> str:
     to_best = f"{case.to_best.median:.3f} ({case.to_best.low:.3f}-{case.to_best.high:.3f})"
     return (
         f"{case.name}: {case.micro_batches} micro-batches, {case.rate_bps / 1e6:.0f} Mbit/s, set so that stock waits "
-        f"for {case.share:.0%}. auto chose after {case.num_tuning_steps} steps; its step is {to_best} of the fastest "
-        f"fixed plan's ({case.best}). Tuning included, its training of {TRAINING_STEPS} steps runs at "
-        f"{case.time_to_step:.0%} of the speed of the fastest plan from the first step. Largest relative difference of "
-        f"a loss: {case.max_loss_difference:.1e}."
+        f"for {case.share:.0%}. auto chose after {case.num_tuning_steps} steps; its step is {to_best} of the fastest's "
+        f"of {case.num_fixed} fixed plans ({case.best}). Tuning included, its training of {TRAINING_STEPS} steps runs "
+        f"at {case.time_to_step:.0%} of the speed of the fastest plan from the first step. Largest relative difference "
+        f"of a loss: {case.max_loss_difference:.1e}.{'' if case.disturbance is None else f' {case.disturbance}'}"
     )
 
 

@@ -3,7 +3,7 @@
 import re
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import psutil
 
 from benchmarks.auto.cases import AUTO, FIXED, KEPT, SAME, VARIANTS, Case, Variant
 from benchmarks.auto.start import START_STEPS, checkpoint, resumed
+from benchmarks.auto.summary import largest_difference
 from benchmarks.demo.folder import REPOSITORY, Folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, Link
@@ -33,6 +34,8 @@ SEGMENT_STEPS = 15
 _LEFT_BYTES = 5e9
 """What the next variant's first steps may take."""
 SAMPLES_PER_RANK = 4
+MAX_LOSS_DIFFERENCE = 5e-3
+"""In bf16 the rounding of other orders of sums adds up to some 1e-3 in a few hundred steps."""
 _NUM_STEPS = 10_000
 """More than are run: the ranks end when their parent ends them."""
 MODEL_FLAGS = (
@@ -72,7 +75,8 @@ class Running:
         variant: what it runs.
         first_step: number of its first step.
         steps: all its steps so far, in order.
-        tuning: the first of them, in which it chose its plan; empty without a choice.
+        tuning: the first of them, in which it chose its plan; empty without a choice. Their time includes the links'
+            measurement and the planning after a step.
         beside: per turn beside a tuning, the steps whose times count.
         measured: per turn, the steps whose times count.
     """
@@ -129,8 +133,8 @@ class Running:
         """For the result file."""
         return {
             "plan": self.steps[-1].ranks[0].plan,
-            "tuning_ms": [round(step.step_ms, 2) for step in self.tuning],
-            "beside_ms": [[round(step.step_ms, 2) for step in turn] for turn in self.beside],
+            "whole_tuning_ms": [round(step.whole_ms, 2) for step in self.tuning],
+            "beside_ms": [[round(step.whole_ms, 2) for step in turn] for turn in self.beside],
             "losses": [step.loss for step in self.steps],
             "samples": [[_sample(step) for step in turn] for turn in self.measured],
             "lines": lines_about_plans(self.job.log) if self.variant.name in (AUTO, KEPT) else [],
@@ -191,6 +195,7 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
         by_name = {one.variant.name: one for one in (reference, *others)}
         running = [by_name[variant.name] for variant in case.variants]
         turns(running, num_turns)
+        _check_losses(by_name)
         return {
             "name": case.name,
             "share": case.share,
@@ -202,6 +207,21 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             "sample_fields": list(SAMPLE_FIELDS),
             "variants": {one.variant.name: one.record() for one in running},
         }
+
+
+def _check_losses(running: Mapping[str, Running]) -> None:
+    """
+    Raises:
+        UsageError: a variant's losses are not the reference's.
+    """
+    reference = [step.loss for step in running[SAME].steps]
+    for name, one in running.items():
+        found = largest_difference(reference, [step.loss for step in one.steps])
+        if found > MAX_LOSS_DIFFERENCE:
+            raise UsageError(
+                f"a loss of {name} differs from {SAME}'s by {found:.1e} of it, and {MAX_LOSS_DIFFERENCE} is allowed: "
+                "these trainings can't be compared."
+            )
 
 
 def _options(case: Case) -> list[str]:

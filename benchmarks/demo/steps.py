@@ -67,6 +67,11 @@ class Step:
         return max(rank.step_ms for rank in self.ranks)
 
     @property
+    def whole_ms(self) -> float:
+        """Of the slowest rank."""
+        return max(rank.whole_ms for rank in self.ranks)
+
+    @property
     def waited_ms(self) -> float:
         """Mean of the ranks."""
         return statistics.fmean(rank.waited_ms for rank in self.ranks)

@@ -41,6 +41,7 @@ def origin(
     return {
         "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]),
         "date": time.strftime("%Y-%m-%d"),
+        "time": time.strftime("%H:%M:%S"),
         "commit": commit,
         "is_dirty": is_dirty,
         "machine": _machine(),

@@ -101,7 +101,7 @@ def all_runs(benchmark: str) -> list[Quoted]:
             measured.get("is_dirty"),
             measured.get("settings"),
         )
-        for measured, name in sorted(files, key=lambda one: (one[0]["date"], one[1]))
+        for measured, name in sorted(files, key=lambda one: (one[0]["date"], one[0].get("time", ""), one[1]))
         for case in measured["cases"]
     ]
 

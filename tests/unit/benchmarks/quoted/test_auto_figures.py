@@ -1,13 +1,17 @@
 """From the samples of whole trainings to ratios and times; which variants run in a case, and with which flags."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.auto import quoted
 from benchmarks.auto.cases import AUTO, CASES, KEPT, MEGATRON, SAME, USERS, VARIANTS, chosen
 from benchmarks.auto.summary import TRAINING_STEPS, as_markdown, as_text, summarise
+from benchmarks.auto.training import Running, _check_losses
+from benchmarks.demo.steps import RankStep, Step
 from benchmarks.quoted.results import Quoted
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.dedup.order import DEDUP
@@ -35,6 +39,9 @@ MEASURED = case(
         MEGATRON: record(500.0),
     }
 )
+
+
+AUTO_STEPS = record(612.0, tuning_ms=[900.0] * 50)
 
 
 def test_ratios_are_to_stock_and_the_best_fixed_plan():
@@ -66,6 +73,48 @@ def test_tuning_counts_in_the_time_to_a_step():
     auto_ms = 50 * 900.0 + (TRAINING_STEPS - 50) * 612.0
     assert found.num_tuning_steps == 50
     assert found.time_to_step == pytest.approx(TRAINING_STEPS * 600.0 / auto_ms)
+    assert not found.counts_planning
+
+
+def test_work_between_the_steps_of_a_tuning_counts():
+    step = RankStep(1, 2.0, 500.0, 0.0, 0.0, 0, 1, whole_ms=5500.0)
+    auto = Running(VARIANTS[AUTO], SimpleNamespace(log=Path("/dev/null")))
+    auto.steps = [Step([step, replace(step, whole_ms=5400.0)])]
+    auto.tuning, auto.measured = auto.steps, [auto.steps * 2] * 2
+    found = summarise(MEASURED | {"variants": MEASURED["variants"] | {AUTO: auto.record()}})
+    assert found.counts_planning
+    assert found.time_to_step == pytest.approx(TRAINING_STEPS * 500.0 / (5500.0 + (TRAINING_STEPS - 1) * 500.0))
+
+
+def test_stock_as_a_user_has_it_is_compared_step_by_step():
+    """The ratio of the medians would be 2000 over 1250."""
+    slow = {"samples": [[[1000.0, 0.0, 0.0, 1.0]] * 2, [[3000.0, 0.0, 0.0, 1.0]] * 2]}
+    fast = {"samples": [[[500.0, 0.0, 0.0, 1.0]] * 2, [[2000.0, 0.0, 0.0, 1.0]] * 2]}
+    found = summarise(
+        MEASURED | {"variants": MEASURED["variants"] | {USERS: record(1.0) | slow, AUTO: AUTO_STEPS | fast}}
+    )
+    assert found.against_users is not None
+    assert found.against_users.median == pytest.approx((1000 / 500 + 3000 / 2000) / 2)
+
+
+def test_disturbed_case_says_so_in_its_own_tables():
+    disturbed = summarise(MEASURED | {"disturbance": {"is_disturbed": True}})
+    assert "DISTURBED" in as_text([disturbed])
+    assert "DISTURBED" in as_markdown([disturbed])
+    assert "DISTURBED" not in as_text([summarise(MEASURED | {"disturbance": {"is_disturbed": False}})])
+
+
+@pytest.mark.parametrize("loss", [math.nan, 1.1])
+def test_a_loss_that_differs_ends_the_benchmark(loss):
+    def running(name, *losses):
+        one = Running(VARIANTS[name], SimpleNamespace())
+        one.steps = [Step([RankStep(1, value, 1.0, 0.0, 0.0, 0, 1)]) for value in losses]
+        return one
+
+    reference = running(SAME, 2.0, 1.0)
+    _check_losses({SAME: reference, AUTO: running(AUTO, 2.0, 1.001, 9.0)})
+    with pytest.raises(UsageError, match=r"a loss of pairs differs from off-same's by .* can't be compared"):
+        _check_losses({SAME: reference, "pairs": running("pairs", 2.0, loss)})
 
 
 def test_tuning_is_counted_in_steps_of_the_best_plan_beside_it():
