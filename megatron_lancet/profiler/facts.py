@@ -1,5 +1,7 @@
 """Describes what is profiled: the model and layout as far as a schedule depends on them, device and versions."""
 
+import argparse
+import math
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -41,7 +43,7 @@ class ProfiledModel:
         stages: this rank's model chunks, prepared for overlap and without DDP around them.
         device: device of the parameters.
         micro_batch_size: samples in a micro-batch on one rank.
-        seq_length: positions of a sample, summed over the ranks of a context-parallel group.
+        seq_length: positions of a sample, of all ranks that share them.
         num_micro_batches: micro-batches in a step.
         comm_sms: SMs that an all-to-all may take, at most; None for NCCL's choice.
         attention: ``--lancet-attention``.
@@ -81,6 +83,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
     places = {stage: place for place, stage in enumerate(sorted({stage for stage, layers in ranks if layers}))}
     layers = {number: (kind, places[stage]) for stage, layers in ranks for number, kind in layers}
     assert set(layers) == set(range(1, len(layers) + 1)), layers
+    tokens = token_multiple(config)  # of all tensor-parallel ranks
     dtype, num_mtp = config.params_dtype, config.mtp_num_layers or 0
     router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
     row, prob = torch.empty(0, config.hidden_size, dtype=dtype), torch.empty(0, dtype=router_dtype)
@@ -89,7 +92,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         layer_kinds=tuple(layers[number][0] for number in sorted(layers)),
         stage_of_layer=tuple(layers[number][1] for number in sorted(layers)),
         micro_batch_size=model.micro_batch_size,
-        seq_length=model.seq_length // config.context_parallel_size,
+        seq_length=positions_on_rank(model.seq_length, config),
         num_micro_batches=model.num_micro_batches,
         topk=config.moe_router_topk,
         num_experts=config.num_moe_experts or 0,
@@ -99,7 +102,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         combine_row_bytes=_message_bytes(row),
         counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
         has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
-        token_multiple=token_multiple(config),
+        token_multiple=tokens // math.gcd(tokens, _sharers(config)),
         num_mtp_layers=num_mtp,
         repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
         num_output_uses=1 if getattr(config, "mtp_detach_heads", False) else 1 + num_mtp,
@@ -109,6 +112,20 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         wiring=next((layer.wiring for stage in model.stages for layer in overlapping_layers(stage)), ""),
     )
+
+
+def positions_on_rank(positions: int, settings: argparse.Namespace | TransformerConfig) -> int:
+    """Positions of a sample that a rank routes: context and sequence parallelism share them out.
+
+    Args:
+        positions: of a sample, of all ranks.
+        settings: Megatron's arguments, or the configuration that is made of them.
+    """
+    return positions // (settings.context_parallel_size * _sharers(settings))
+
+
+def _sharers(settings: argparse.Namespace | TransformerConfig) -> int:
+    return settings.tensor_model_parallel_size if settings.sequence_parallel else 1
 
 
 def device_name(device: torch.device) -> str:

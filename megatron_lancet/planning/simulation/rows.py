@@ -135,22 +135,26 @@ class RowCounts:
         """Rows that stay on each simulated rank."""
         own = self._local_rows(chunk)
         if chunk.routing is not None:
-            return [own - sent for sent in chunk.routing.sent]
+            return [max(0.0, own - sent) for sent in chunk.routing.sent]
         return [own * share for share in self._shares]
 
     def sent(self, chunk: Chunk) -> Rows:
         """Rows of the messages. A rank keeps the rows that go from itself to itself."""
         own = self._local_rows(chunk)
         if chunk.routing is not None:
-            kept = [own - sent for sent in chunk.routing.sent]
-            returned = [received - stays for received, stays in zip(chunk.routing.received, kept, strict=True)]
-            return Rows(list(chunk.routing.sent), returned)
+            returned = [got - stays for got, stays in zip(chunk.routing.received, self.kept(chunk), strict=True)]
+            return Rows(list(chunk.routing.sent), [max(0, round(number)) for number in returned])
         num_ranks = len(self.loads.shares)
         return Rows(
             [round(own * (1 - share)) for share in self._shares],
             [round(own * share * (num_ranks - 1)) for share in self._shares],
         )
 
-    def _local_rows(self, chunk: Chunk) -> int:
-        """Rows of a rank's own tokens."""
+    def _local_rows(self, chunk: Chunk) -> float:
+        """Rows of a rank's own tokens: as many on every rank, of what was recorded if anything was.
+
+        A capacity drops rows, so that fewer are recorded than tokens have experts.
+        """
+        if chunk.routing is not None:
+            return sum(chunk.routing.received) / len(chunk.routing.received)
         return self.tokens(chunk) * self.costs.model.topk

@@ -8,6 +8,7 @@ from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
+from megatron_lancet.profiler.facts import positions_on_rank
 from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
@@ -67,7 +68,7 @@ def model_of_run(args: argparse.Namespace, config: LancetConfig) -> MadeFor:
         moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=samples,
-        seq_length=positions // args.context_parallel_size,
+        seq_length=positions_on_rank(positions, args),
         num_experts=args.num_experts or 0,
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,

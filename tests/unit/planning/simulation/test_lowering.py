@@ -7,7 +7,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
     Lowering,
 )
-from megatron_lancet.planning.simulation.rows import Loads
+from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts, Rows
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Launch
 from megatron_lancet.schedule.plan import ChunkDim, Segment
@@ -58,3 +58,14 @@ def test_lowered_dedup_messages_have_recorded_rows():
     without = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
     by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(without,)))
     assert by_rows["dispatch"][0] == (round(600 * 5 / 6) * 1024, round(300 * 5 / 6) * 1024)
+
+
+def test_rows_that_stay_follow_from_what_was_recorded():
+    """A capacity dropped half of the rows of 8 x 64 tokens: 256 rows of each rank, 128 of them to the other one."""
+    profile = synthetic_profile(Machine())
+    routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (128, 128), (256, 256))
+    costs = CostModel(dataclasses.replace(profile, routing=(routing,)))
+    counts = RowCounts(costs, Loads.measured(costs.profile))
+    chunk = Chunk(Pieces(), 0, routing)
+    assert counts.kept(chunk) == [128, 128]
+    assert counts.sent(chunk) == Rows([128, 128], [128, 128])

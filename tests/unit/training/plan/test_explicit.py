@@ -76,6 +76,7 @@ def test_moe_layer_pattern_has_the_models_length(megatron_args):
         (["--num-layers", 6], "num_layers is 3 in the plan file, 6 in the run"),
         (["--expert-model-parallel-size", 1], "ep_size is 2 in the plan file, 1 in the run"),
         (["--context-parallel-size", 2], "seq_length is 32 in the plan file, 16 in the run"),
+        (["--tensor-model-parallel-size", 2, "--sequence-parallel"], "seq_length is 32 in the plan file, 16 in the"),
     ],
 )
 def test_plan_file_for_another_run_is_refused(megatron_args, written, changes, difference):
