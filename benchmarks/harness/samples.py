@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Ranks = Sequence[Mapping[str, float]]
@@ -11,17 +11,27 @@ Ranks = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and its quartiles."""
+    """A median and its quartiles; of few values their range.
+
+    Attributes:
+        ends: what ``low`` and ``high`` are.
+    """
 
     median: float
     low: float
     high: float
+    ends: str = field(default="quartiles", compare=False)
+
+
+def ends_of(number: int) -> str:
+    """What the ends of a spread of ``number`` values are."""
+    return "quartiles" if number >= 4 else "range"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles; with few values the quartiles are the extremes."""
-    if len(values) < 4:
-        return Spread(statistics.median(values), min(values), max(values))
+    """Median and quartiles; with fewer than four values the smallest and the largest instead."""
+    if (ends := ends_of(len(values))) == "range":
+        return Spread(statistics.median(values), min(values), max(values), ends)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median, low, high)
 

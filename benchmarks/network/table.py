@@ -137,7 +137,8 @@ def description(case: CaseSummary) -> list[str]:
 
 def _lines(case: CaseSummary) -> list[list[str]]:
     """The headings and a line for each variant; without the optional columns in which no variant has anything."""
-    lines = [list(_HEADINGS), *(_cells(row) for row in case.rows)]
+    headings = (heading.replace("quartiles", case.rows[0].speedup.ends) for heading in _HEADINGS)
+    lines = [list(headings), *(_cells(row) for row in case.rows)]
     for heading, place in _OPTIONAL.items():
         column = [_optional_cells(row, case.sent_rows)[heading] for row in case.rows]
         if any(column):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from benchmarks.harness.samples import ends_of
 from benchmarks.harness.tables import aligned, markdown
 from benchmarks.prediction.errors import (
     MAX_ERROR,
@@ -81,7 +82,8 @@ def _conclusion(cases: Sequence[CaseErrors]) -> str:
 
 
 def _lines(case: CaseErrors) -> list[list[str]]:
-    return [list(_HEADINGS), *(_cells(one) for one in case.comparisons)]
+    headings = (heading.replace("quartiles", ends_of(case.num_repeats)) for heading in _HEADINGS)
+    return [list(headings), *(_cells(one) for one in case.comparisons)]
 
 
 def as_text(cases: Sequence[CaseErrors]) -> str:

@@ -34,7 +34,7 @@ def ratio(value: float | None) -> str:
 
 
 def quartiles(found: Spread) -> str:
-    """A median and its quartiles."""
+    """A median and its quartiles, or the range of few values."""
     return f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 

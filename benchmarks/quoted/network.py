@@ -128,13 +128,8 @@ def network() -> dict[str, Measured]:
     return measured([name for name in CASES if name not in others])
 
 
-def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """Returns the newest run of each case with pairs, under its current name: all variants from one run."""
-    return _newest_of(PAIRED_CASES)
-
-
 def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """Returns the same for cases with one copy of a token per rank."""
+    """Returns the newest run of each case with one copy of a token per rank, under its current name."""
     return _newest_of(DISPATCH_CASES)
 
 

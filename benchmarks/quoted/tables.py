@@ -73,9 +73,14 @@ def host_time() -> str:
         f"{plans}. *Stock in halves* has twice as many micro-batches with half the samples, so it runs each op twice, "
         f"as two chunks of whole layers do. Where the host limits a step, prefer one chunk or pairs; chunks of the "
         f"experts alone (`--lancet-range experts`) cost the host less than chunks of whole layers "
-        f"(`python -m benchmarks.host_time`, "
-        f"{result('host-time')['date']}). {_host_time_on_gpu()}"
+        f"(`python -m benchmarks.host_time`, {', '.join(map(_linked, found))}). {_host_time_on_gpu()}"
     )
+
+
+def _linked(name: str) -> str:
+    """The newest result named ``name`` plus a date, as a link in docs/gpus.md."""
+    path = newest_file(name)
+    return link(path.stem, path, "../benchmarks/results")
 
 
 def _host_time_on_gpu() -> str:
@@ -86,7 +91,7 @@ def _host_time_on_gpu() -> str:
     ratios = {name: own / us["stock"] for name, own in us.items() if name != "stock"}
     texts = ", ".join(f"{name.replace(', ', ' with ')} {ratio:.2f}" for name, ratio in ratios.items())
     return (
-        f"The same of a layer in the [check of a GPU](#the-newest-check) of {check['date']}, where stock has no "
+        f"The same of a layer in the [check of a GPU](#the-newest-check), {_linked('gpu-check')}, where stock has no "
         f"grouped experts: {texts}."
     )
 

@@ -8,19 +8,19 @@ from benchmarks.bins.summary import summarise as bins_summary
 from benchmarks.causes.summary import summarise as causes_summary
 from benchmarks.from_trace.summary import WANTED as MAX_OP_DIFFERENCE
 from benchmarks.from_trace.summary import compare as from_trace_summary
-from benchmarks.network.cases import CHUNKED, VARIANTS
+from benchmarks.network.cases import CHUNKED, PAIRED_CASES, VARIANTS
 from benchmarks.network.summary import CaseSummary
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
-from benchmarks.provenance import together
+from benchmarks.provenance import mark, together
 from benchmarks.quoted.network import (
+    measured,
     network_of_load,
     network_of_nodes,
     network_of_tiles,
     network_with_dedup,
-    network_with_pairs,
 )
-from benchmarks.quoted.results import newest, predictions, result, rows_of
+from benchmarks.quoted.results import newest, newest_file, predictions, result, rows_of
 
 _PAIRED_BOUNDS = {"45-m4": 1.10, "45-m8": 1.07, "20-m4": 1.03, "65-m4": 1.04}
 """Targets of the fastest plan's step over its bound, by case."""
@@ -56,20 +56,27 @@ def further_targets() -> list[list[str]]:
 
 def _pairs() -> Iterator[list[str]]:
     bounds, steady, memory = [], [], []
-    for name, (quoted, summary) in network_with_pairs().items():
-        paired = {row.name: row for row in summary.rows if VARIANTS[row.name].plan is not None}
-        paired = {which: row for which, row in paired.items() if VARIANTS[which].pairs_micro_batches}
+    for name, case in measured(PAIRED_CASES).items():
+        # Each variant from the newest run that has it: a run may have few of them.
+        paired = {
+            which: row
+            for which, variant in VARIANTS.items()
+            if variant.plan is not None and variant.plan.is_paired and (row := case.row(which)) is not None
+        }
+        if not paired:
+            continue
         fastest = max(paired.values(), key=lambda row: row.speedup.median)
+        marks = case.mark(fastest.name)
         if name in _PAIRED_BOUNDS and fastest.over_bound is not None:
             found = round(fastest.over_bound, 2)
             where = f"`{name}` `{fastest.name}` (target {_PAIRED_BOUNDS[name]:.2f})"
-            bounds.append(Figure(where, found, found <= _PAIRED_BOUNDS[name], quoted.mark))
+            bounds.append(Figure(where, found, found <= _PAIRED_BOUNDS[name], marks))
         if name.startswith("45") and fastest.steady_over_bound is not None:
             found = round(fastest.steady_over_bound, 2)
-            steady.append(Figure(f"`{name}` `{fastest.name}`", found, found <= 1.04, quoted.mark))
+            steady.append(Figure(f"`{name}` `{fastest.name}`", found, found <= 1.04, marks))
         for which, row in paired.items():
             found = round(row.memory_ratio, 2)
-            memory.append(Figure(f"`{name}` `{which}`", found, found <= 1.15, quoted.mark))
+            memory.append(Figure(f"`{name}` `{which}`", found, found <= 1.15, case.mark(which)))
     yield target_row("pairs: the fastest plan's step close to its bound", bounds, _RATIO)
     yield target_row("pairs: 1.04 of the bound between the ends of a step, at 45 %", steady, _RATIO)
     yield target_row("pairs: activation memory at most 1.15 of stock's", memory, _RATIO)
@@ -160,15 +167,20 @@ def _predictions() -> Iterator[list[str]]:
 
 
 def _causes() -> Iterator[list[str]]:
-    runs = [run for quoted in newest("causes").values() for run in causes_summary(quoted.case).runs]
+    runs, marks = [], []
+    for quoted in newest("causes").values():
+        own = causes_summary(quoted.case).runs
+        runs += own
+        marks.append(mark(quoted.path, any(run.is_disturbed for run in own)))
     if runs:
+        of_all = together(marks)
         named = sum(run.named_first == run.cause for run in runs) / len(runs)
         recovered = sum(run.is_recovered for run in runs) / len(runs)
         yield target_row(
             "injected causes of waits: named first in 19 of 20 runs, their size found in as many",
             [
-                Figure("named first", named, named >= _NAMED_SHARE),
-                Figure("size found", recovered, recovered >= _NAMED_SHARE),
+                Figure("named first", named, named >= _NAMED_SHARE, of_all),
+                Figure("size found", recovered, recovered >= _NAMED_SHARE, of_all),
             ],
             "{:.0%}".format,
         )
@@ -197,6 +209,7 @@ def _from_trace() -> Iterator[list[str]]:
     cases = [from_trace_summary(case) for case in result("from_trace")["cases"]]
     ops = [pair for case in cases for pair in case.whole]
     equal = sum(pair.is_equal for pair in ops)
-    missed = f"all but {equal} ops" if equal < len(ops) else ""
+    of_all = mark(newest_file("from_trace"), any(case.is_disturbed for case in cases))
+    missed = f"all but {equal} ops{of_all}" if equal < len(ops) else ""
     target = f"a profile from traces: each op within {MAX_OP_DIFFERENCE:.0%} of our profiler's"
     yield [target, f"{len(ops) - equal} of {len(ops)}", missed, ""]

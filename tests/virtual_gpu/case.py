@@ -1,6 +1,7 @@
 """One small model on the virtual GPU, next to stock on the same weights: gradients, and what the GPU found."""
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -278,8 +279,9 @@ def _watched_steps(
             losses, host_waits, exchanges = _watched_step(case, setup, graphs, gpu, ddp, names)
             for feature in priority:
                 feature.observe(lambda: None)
+            logged = _logged(case)
             if not case.equals_stock and not found.host_waits:
-                stock = stock._replace(losses=losses, gradients=gradients(model))
+                stock = stock._replace(losses=losses, gradients=gradients(model), logged=logged)
             errors = relative_errors(gradients(model), stock.gradients)
             found = Found(
                 _larger(found.loss, relative_difference(losses, stock.losses)),
@@ -290,7 +292,7 @@ def _watched_steps(
                 [*found.order, *_order_of(gpu)],
                 [*found.launches, _num_launches(gpu)],
                 [*found.kernels, Counter(entry.name for entry in gpu.log if isinstance(entry, Kernel))],
-                max(found.logged, _logged_error(stock.logged, _logged(case))),
+                max(found.logged, logged_error(stock.logged, logged)),
                 graphs.summary()[KEY],
             )
             setup._stats.take()
@@ -299,21 +301,20 @@ def _watched_steps(
 
 def _logged(case: Case) -> dict[str, list[float]]:
     """The losses that Megatron has logged of a step. A graph adds to the memory that it was captured with."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker, set_moe_metrics_tracker
 
-    if not case.is_captured:
-        return logged_losses()
     tracker = get_moe_metrics_tracker()
-    values = {name: metric.values.tolist() for name, metric in tracker.metrics.items()}
-    tracker.clear()  # as Megatron's training does
+    values = logged_losses()
+    if case.is_captured:
+        tracker.clear()  # as Megatron's training does
+        set_moe_metrics_tracker(tracker)
     return values
 
 
-def _logged_error(stock: Mapping[str, list[float]], found: Mapping[str, list[float]]) -> float:
-    """The largest relative error of a layer's loss."""
-    return max(
-        (relative_difference(found[name], values) for name, values in stock.items() if name in found), default=0.0
-    )
+def logged_error(stock: Mapping[str, list[float]], found: Mapping[str, list[float]]) -> float:
+    """The largest relative error of a layer's loss; infinite if one of stock's was not logged."""
+    errors = (relative_difference(found[name], values) if name in found else math.inf for name, values in stock.items())
+    return max(errors, default=0.0)
 
 
 @contextmanager

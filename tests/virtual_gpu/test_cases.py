@@ -12,7 +12,7 @@ from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import DwPolicy
 from tests.ranks import launch
 from tests.small_gpt import SETTINGS
-from tests.virtual_gpu.case import HOPS
+from tests.virtual_gpu.case import HOPS, logged_error
 from tests.virtual_gpu.cases import CASES, DAMAGED, TE_CASES
 from tests.virtual_gpu.worker import all_shown
 
@@ -69,6 +69,13 @@ def test_losses_and_gradients_equal_stocks_with_late_streams(results, check_grad
     tolerance = 0.0 if is_exact else TOLERANCE[precision]
     check_gradients(found["gradients"], tolerance, name, precision)
     assert found["loss"] <= tolerance
+    assert found["logged"] <= tolerance
+
+
+def test_loss_that_is_not_logged_is_an_infinite_error():
+    assert logged_error({"load_balancing_loss": [1.0]}, {}) == float("inf")
+    assert logged_error({"load_balancing_loss": [1.0]}, {"load_balancing_loss": [1.0], "z_loss": [2.0]}) == 0
+    assert logged_error({}, {}) == 0
 
 
 def test_bounds_are_those_of_the_document():

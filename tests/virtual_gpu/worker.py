@@ -21,6 +21,7 @@ def shown(cases: dict[str, Case]) -> dict[str, Any]:
         found = run(case)
         results[name] = {
             "loss": found.loss,
+            "logged": found.logged,
             "gradients": found.gradients,
             "problems": [f"{problem.kind}: {problem.text}" for problem in found.problems],
             "host_waits": [[dataclasses.asdict(wait) for wait in step] for step in found.host_waits],

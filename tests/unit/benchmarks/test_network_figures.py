@@ -299,9 +299,12 @@ def test_two_hops_are_compared_with_the_fastest_without():
     assert "against all-k2" in text
 
 
-def test_few_values_have_their_extremes_for_quartiles():
-    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+def test_few_values_have_their_range_for_quartiles():
+    few, many = spread([3.0, 1.0, 2.0]), spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (few, few.ends) == (Spread(2.0, 1.0, 3.0), "range")
+    assert (many, many.ends) == (Spread(3.0, 2.0, 4.0), "quartiles")
+    assert "speedup (range)" in as_text([summarise(case_result(sweeps=case_result()["sweeps"][:1]))])
+    assert "speedup (quartiles)" in as_text([summarise(case_result())])
 
 
 def test_the_table_says_what_its_figures_refer_to():

@@ -1,6 +1,7 @@
 """The origin of results: marks of results without a commit, and the speed of the measuring machine."""
 
 import json
+import re
 
 import pytest
 
@@ -8,6 +9,8 @@ from benchmarks import provenance
 from benchmarks.harness import machine_speed, origin
 from benchmarks.harness.machine_speed import Speed
 from benchmarks.quoted.beside import RESULTS
+from tests.unit.test_document_sources import RESULT, name_of
+from tests.unit.test_documents import DOCUMENTS
 
 PATHS = sorted(RESULTS.glob("*.json"))
 LAST_MARKED_DAY = "2026-11-23"
@@ -81,6 +84,14 @@ def test_link_to_a_result_is_followed_by_its_marks(result_file):
     )
     disturbed = result_file("network-2026-12-02", machine_speed={"is_disturbed": True})
     assert provenance.mark(disturbed) == " DISTURBED"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_places_that_quote_disturbed_results_say_so(document):
+    for place in re.split(r"\n\s*\n|\n(?=\||#)", document.read_text()):
+        marks = {name: provenance.mark(RESULTS / f"{name}.json") for name in RESULT.findall(place)}
+        disturbed = [name for name, mark in marks.items() if provenance.DISTURBED in mark]
+        assert not disturbed or "DISTURBED" in place, disturbed
 
 
 def test_figure_of_several_results_has_the_marks_of_all():

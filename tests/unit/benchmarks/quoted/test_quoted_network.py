@@ -10,6 +10,7 @@ from benchmarks.network.cases import CASES, VARIANTS
 from benchmarks.quoted import network as quoted_network
 from benchmarks.quoted import results as quoted_results
 from benchmarks.quoted import tables as quoted
+from benchmarks.quoted import targets
 from benchmarks.training_step.sample import SAMPLE_FIELDS
 
 DEFAULT = {"MALLOC_TRIM_THRESHOLD_": "8589934592"}
@@ -121,3 +122,21 @@ def test_speed_with_pairs_is_quoted_with_its_memory(commit):
     cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
     assert cells["`megatron-overlap`, emulated"].startswith("1.30 (bound ")
     assert cells["`paired-k1`"].endswith(", memory 1.50)")
+
+
+def test_target_of_pairs_counts_the_fastest_plan_of_all_runs(commit):
+    commit("2026-01-01", made_up("45-m4", {"paired-k1": 1.4, "paired-mix": 1.6}))
+    commit("2026-01-02", made_up("45-m4", {"paired-k1": 1.5}, disturbed=True))
+    commit("2026-01-03", made_up("45-m8", {"all-k2": 1.5}))
+    bounds, _, memory = targets._pairs()
+    assert bounds[1:3] == ["1 of 1", "`45-m4` `paired-mix` (target 1.10) " + bounds[2].split()[-1]]
+    assert memory == ["pairs: activation memory at most 1.15 of stock's", "0 of 2", "", "1.00 DISTURBED"]
+
+
+def test_spread_of_few_repeats_is_headed_as_a_range(commit):
+    found = made_up("45-tiles", {"all-k2": 1.5, "tiles-1-half": 1.3})
+    commit("2026-01-01", found)
+    assert "| speed-up (range) |" in quoted.TABLES["tiles-variants"]()
+    found["sweeps"] *= 2
+    commit("2026-01-01", found)
+    assert "| speed-up (quartiles) |" in quoted.TABLES["tiles-variants"]()

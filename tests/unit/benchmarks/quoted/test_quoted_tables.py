@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import provenance
 from benchmarks.network.cases import CASES, VARIANTS
 from benchmarks.quoted import beside
 from benchmarks.quoted import network as quoted_network
@@ -207,3 +208,10 @@ def test_every_benchmark_with_targets_has_rows_in_their_table():
         found = [row for row in rows_of_targets if words in row]
         assert found, words
     assert all(re.search(r"\| \d+ of [1-9]\d* \|", row) for row in rows_of_targets)
+
+
+def test_tables_and_targets_of_disturbed_results_are_marked(monkeypatch):
+    monkeypatch.setattr(provenance, "_changed_speed", lambda path: True)
+    assert [name for name, table in quoted.TABLES.items() if provenance.DISTURBED not in table()] == []
+    assert [row for row in quoted.targets().splitlines()[2:] if provenance.DISTURBED not in row] == []
+    assert quoted.host_time().count(f"){provenance.DISTURBED}") == 3  # local layers, Transformer Engine's, a device
