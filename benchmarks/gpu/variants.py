@@ -127,6 +127,7 @@ class Runner:
     Attributes:
         setup: what the model's plan was set up with; None where Megatron's own modules run.
         config: Megatron's configuration.
+        is_captured: see :class:`Variant`.
     """
 
     def __init__(self, variant: Variant, work: Work) -> None:
@@ -140,6 +141,7 @@ class Runner:
         self.config = transformer_config(work.size, work.num_ranks, work.bf16, **of_layers, **variant.config)
         model = _build(self.config, work.size, work.te)
         self.setup = _prepare(model, variant, work, self._stats)
+        self.is_captured = variant.is_captured
         self._graphs = ActiveGraphs(self.setup, lambda: variant.is_captured, num_warmup_steps=1)
         deferred = self.setup is not None and self.setup.delays_weight_grads
         self._parameters = dict(model.named_parameters())
@@ -230,6 +232,10 @@ class Runner:
         """How often each weight with a deferred gradient was reported to DDP since the model was built."""
         deferred = [module.deferred for module in self._modules if getattr(module, "deferred", None)]
         return [weight.num_reported for weight in deferred]
+
+    def num_replayed(self) -> int:
+        """Micro-batches that were replayed from graphs so far."""
+        return sum(stage.num_replayed for stage in self._graphs.stages)
 
     def take_times(self) -> CommTimes:
         """Communication since the last call. On CUDA, stock's is not in it."""

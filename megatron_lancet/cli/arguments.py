@@ -75,9 +75,21 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def own_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line where the launch begins: at the first word that is none of the tool's flags or values."""
-    takes_value = {option: action.nargs != 0 for action in parser._actions for option in action.option_strings}
+    actions = {option: action for action in parser._actions for option in action.option_strings}
     position = 0
-    while position < len(words) and words[position].partition("=")[0] in takes_value:
+    while position < len(words) and words[position].partition("=")[0] in actions:
         name, equals, _ = words[position].partition("=")
-        position += 2 if takes_value[name] and not equals else 1
+        position += 1 if equals else 1 + _num_values(parser, actions[name], words[position + 1 :])
     return list(words[:position]), list(words[position:])
+
+
+def _num_values(parser: argparse.ArgumentParser, action: argparse.Action, words: Sequence[str]) -> int:
+    """How many of the words behind a flag are its values: of any number, all that its type parses."""
+    if action.nargs not in ("+", "*"):
+        return 1 if action.nargs is None else int(action.nargs)
+    for number, word in enumerate(words):
+        try:
+            parser._get_value(action, word)
+        except argparse.ArgumentError:
+            return number
+    return len(words)

@@ -288,7 +288,10 @@ class WeightGradStore:
     def flush(self) -> None:
         """Runs and reports everything at the end of the backward pass."""
         self._run_late(self._queue.flush())
-        _report_all(self._queue.flush_reports())
+        weights = self._queue.flush_reports()
+        _report_all(weights)
+        for stream in {one.ddp_stream for one in weights if one.ddp_stream is not None}:  # autograd joined it too early
+            torch.cuda.current_stream().wait_stream(stream)
         self._stats.raise_to("peak_dw_bytes", self._queue.peak_bytes)
         self._queue = DwQueue(self._rules)
         self._flush_is_queued = False  # last, so that a flush that raised is seen
@@ -351,13 +354,6 @@ class WeightGradStore:
 
 def _report_all(weights: Sequence[DeferredWeight]) -> None:
     """Reports weights to DDP in order. Neighbors on the same streams share one wait for their dWs."""
-    if not weights:
-        return
-    if weights[0].ddp_stream is None:  # on a CPU
-        for weight in weights:
-            weight.add_sum()
-            weight.report()
-        return
     for (ddp_stream, dw_stream), sharing in groupby(weights, key=attrgetter("ddp_stream", "dw_stream")):
         together = list(sharing)
         with nullcontext() if dw_stream is None else torch.cuda.stream(dw_stream):

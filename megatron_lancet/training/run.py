@@ -175,9 +175,9 @@ class OverlappedRun(Run):
         """The hooks around each training step, the outermost first.
 
         The steering is outermost: it chooses the step's plan before it begins, and reads the others' records after it.
-        The recorder is innermost: it times Megatron's step and none of the work around it.
+        The trace and the recorder are innermost: they see Megatron's step and no work around it, as captures of graphs.
         """
-        parts = self.steering, self.traced, *self._features
+        parts = self.steering, *self._features, self.traced
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 

@@ -28,6 +28,8 @@ def test_link_is_measured_for_each_size_rate_and_number_of_sms(tmp_path):
         assert one["measured_us"] == pytest.approx(2)  # two kernels between the events' numbers, at a microsecond each
     (both,) = (one for name, one in found.items() if name.startswith("two streams"))
     assert both["expected_us"] == 2 * (link.LATENCY_US + both["bytes"] / 2 / 350e3)
+    assert both["launch_us"] == sizes[0]["launch_us"]
+    assert both["copied_gbytes_per_s"] == found[f"highest rate of {both['blocks']} SMs"]["gbytes_per_s"]
     assert {f"highest rate of {number} SMs" for number in link.NUM_SMS} < found.keys()
 
 
@@ -49,8 +51,10 @@ def a_message(**changes):
         ({"measured_us": 1040.0}, True),
         ({"measured_us": 980.0}, True),
         ({"measured_us": 1040.0, "copied_gbytes_per_s": 110.0}, False),
+        ({"bytes": 2 * 10**8, "expected_us": 2020.0, "measured_us": 2024.0}, False),
+        ({"bytes": 2 * 10**8, "expected_us": 2020.0, "measured_us": 1014.0}, True),
     ],
-    ids=["right", "2 %", "slow", "fast", "its SMs copy no faster"],
+    ids=["right", "2 %", "slow", "fast", "its SMs copy no faster", "two", "two at the same time"],
 )
 def test_a_message_that_misses_the_formula_is_an_error(tmp_path, changes, is_error):
     record = Recorder(tmp_path / "records.jsonl", limit_s=1000)

@@ -1,5 +1,6 @@
 """The check's part that runs a step under compute-sanitizer; here a stand-in runs the step and prints what it would."""
 
+import json
 import sys
 import time
 
@@ -70,8 +71,17 @@ def test_steps_run_under_the_tool_with_grouped_products(stand_in, tmp_path):
     stand_in(CLEAN, RUNS_IT)
     *steps, last = results(tmp_path)
     assert [step["plan"] for step in steps] == ["ours k=2", "pairs"]
-    assert all(step["grouped_products"] > 0 for step in steps)
+    assert all(step["grouped_products"] > 0 and step["row_sums"] > 0 and not step["missing"] for step in steps)
     assert (last["errors"], last["steps"], last["ended"]) == (0, 2, True)
+
+
+def test_a_kernel_that_did_not_run_is_an_error(stand_in, tmp_path):
+    steps = [{"name": "step", "plan": plan, "missing": missing} for plan, missing in (("k", []), ("pairs", ["sums"]))]
+    text = "".join(f"{json.dumps(step)}\n" for step in steps)
+    stand_in(CLEAN, f"from pathlib import Path; Path(command[3]).write_text({text!r})")
+    *found, last = results(tmp_path)
+    assert found == steps
+    assert last["error"].startswith("MemcheckError: expected kernels that did not run: sums in pairs")
 
 
 def test_errors_of_kernels_are_an_error_with_their_text(stand_in, tmp_path):

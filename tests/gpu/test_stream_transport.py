@@ -84,21 +84,27 @@ def test_dispatch_after_its_counts_leaves_before_the_next(device, comm):
 
 @on_both_with_late("compute", "rows")
 def test_memory_of_received_rows_is_kept_for_their_reader(device, comm):
-    """Rows of one message are dropped behind a reader that has not run, and the next message takes the memory."""
-    sums = []
+    """Rows of one message are dropped behind a reader that has not run, and the next message takes the memory.
+
+    Whatever a message waits for is in front of all readers, so only the memory can order it behind one.
+    """
+    sums, chunks = [], range(4)
     with device.watch():
         counts = torch.full((1,), NUM_ROWS, device="cuda")
-        for chunk in range(4):
-            sent = torch.full((NUM_ROWS, ROW_SIZE), float(chunk), device="cuda")
-            op = Op(1, chunk, Phase.FORWARD, "dispatch")
-            pending = Pending(
-                comm.launch_counts(Op(1, chunk, Phase.FORWARD, "counts"), lambda: +counts, ReadyEvent(counts))
-            )
-            (rows,) = comm.launch_when_known(op, (sent,), pending).wait()
+        sent = [torch.full((NUM_ROWS, ROW_SIZE), float(chunk), device="cuda") for chunk in chunks]
+        ops = [(Op(1, chunk, Phase.FORWARD, "counts"), Op(1, chunk, Phase.FORWARD, "dispatch")) for chunk in chunks]
+        # A count would launch the messages that are queued before it.
+        known = [Pending(comm.launch_counts(op, lambda: +counts, ReadyEvent(counts))) for op, _ in ops]
+        queued = [
+            comm.launch_when_known(op, (rows,), pending)
+            for (_, op), rows, pending in zip(ops, sent, known, strict=True)
+        ]
+        while queued:
+            (rows,) = queued.pop(0).wait()
             device.keep_busy()
             sums.append(rows.sum())
-            del rows, sent, pending
-    assert torch.stack(sums).tolist() == [chunk * NUM_ROWS * ROW_SIZE for chunk in range(4)]
+            del rows
+    assert torch.stack(sums).tolist() == [chunk * NUM_ROWS * ROW_SIZE for chunk in chunks]
 
 
 @ON_DEVICE_ONLY

@@ -193,6 +193,10 @@ TE_CASES: dict[str, Case] = {
     "te/k=2": Case([TWO], TE, late=WITHOUT_COUNTS[:3]),
     "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
     "te/bias/k=2": Case([TWO], {**TE, "add_bias_linear": True}, late=DDP_LATE),
+    # Reports at the end of the backward pass add gradients of biases on DDP's stream.
+    "te/bias/no-overlap-grad-reduce": Case(
+        [TWO], {**TE, "add_bias_linear": True}, overlap_grad_reduce=False, late=(IN_ORDER, ("DDP",))
+    ),
     "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),
     "te/recompute/norms": Case([TWO], {**TE, **selective("layernorm", "moe_act")}, late=COMPUTE_LATE),
     "te/recompute/norms/k=1": Case([fixed_plan(1)], {**TE, **selective("layernorm", "moe_act")}),

@@ -19,6 +19,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
 from megatron_lancet.features.comm_sms.groups import bounded_expert_groups
 from megatron_lancet.features.comm_sms.margins import (
+    NCCL_LEAST,
     NCCL_MOST,
     TE_VARIABLES,
     given_elsewhere,
@@ -36,8 +37,6 @@ DEFAULT = 16
 _DEFAULT_ON = (9, 10)
 """Major compute capabilities of these."""
 _NCCL = "nccl"
-_AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-"""Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class CommSmsFlags(CheckedFlags):
         "--nccl-communicator-config-path instead.",
         help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
         "concurrent matrix products and norms leave free; a power of two. Default with a plan on Hopper and Blackwell: "
-        "16 for messages, and none are left free; with NCCL_MAX_CTAS, a margin of Transformer Engine, or elsewhere "
-        "NCCL chooses.",
+        "16 for messages, and none are left free; with NCCL_MAX_CTAS, NCCL_MIN_CTAS, a margin of Transformer Engine, "
+        "or elsewhere NCCL chooses.",
     )
 
 
@@ -84,7 +83,9 @@ class BoundedSms(Feature):
         num_sms = self._acting(facts)
         if num_sms is not None:
             leave = f"and matrix products of steps with overlap leave as many free ({FLAG})"
-            default = f"the default here; {FLAG} changes it, and makes matrix products leave as many free"
+            has_file = facts.args.nccl_communicator_config_path is not None
+            unless = ", unless --nccl-communicator-config-path bounds its group" if has_file else ""
+            default = f"the default here{unless}; {FLAG} changes it, and makes matrix products leave as many free"
             rest = f", {leave}" if self.needs_plan(facts.config) else f" ({default})"
             yield f"environment: an all-to-all takes at most {num_sms} SMs{rest}"
 
@@ -94,7 +95,7 @@ class BoundedSms(Feature):
         if num_sms is not None and self.needs_plan(facts.config):
             stack.enter_context(norms_leave(num_sms))
         if not is_mocked(facts.args):
-            stack.enter_context(bounded_expert_groups(num_sms))
+            stack.enter_context(bounded_expert_groups(num_sms, not self.needs_plan(facts.config)))
 
     def start(self, run: Any) -> ActiveFeature | None:
         """Bounds the matrix products of steps that overlap, where the user gives a bound."""
@@ -190,7 +191,7 @@ def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
         margin = os.environ.get(name)
         if margin not in (None, "", str(num_sms)):
             yield f"{name} is {margin}, and the flag sets it to {num_sms}. Unset one of the two."
-    for name in _AT_LEAST:
+    for name in NCCL_LEAST:
         least = os.environ.get(name, "")
         if least.isdigit() and int(least) > num_sms:
             yield f"{name} is {least}, so NCCL takes at least as many. Unset one of the two."

@@ -10,7 +10,7 @@ from megatron_lancet.patching import around
 from megatron_lancet.training.megatron.seams import EXPERT_GROUPS
 
 
-def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
+def bounded_expert_groups(max_ctas: int | None, is_default: bool = False) -> AbstractContextManager[None]:
     """Lets NCCL's kernels of the expert-parallel groups that Megatron makes inside the context take ``max_ctas`` SMs at
     most.
 
@@ -18,6 +18,7 @@ def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
 
     Args:
         max_ctas: most thread blocks of a kernel, each of which takes an SM; None for NCCL's own choice.
+        is_default: the user gave no bound, so a group keeps the bounds of the file.
     """
     if max_ctas is None:
         return nullcontext()
@@ -26,6 +27,8 @@ def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
         if pg_name not in EXPERT_GROUPS:
             return stock(pg_name, nccl_comm_cfgs)
         given = nccl_comm_cfgs.get(pg_name, {})
+        if is_default and ("max_ctas" in given or "min_ctas" in given):
+            return stock(pg_name, nccl_comm_cfgs)
         for name, contradicts in (("max_ctas", max_ctas.__ne__), ("min_ctas", max_ctas.__lt__)):
             if name in given and contradicts(given[name]):
                 raise UsageError(

@@ -17,6 +17,8 @@ _OF_NORMS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 """The same for its norms, forward and backward. Read when a module is built."""
 TE_VARIABLES = (_OF_PRODUCTS, *_OF_NORMS)
 NCCL_MOST = "NCCL_MAX_CTAS"
+NCCL_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
+"""Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
 _SETTER = "_set_sm_carveout_experimental"
 
 
@@ -27,7 +29,7 @@ def has_carveout() -> bool:
 
 def given_elsewhere() -> str | None:
     """The first environment variable that already sets SMs of messages or of compute; None if none does."""
-    return next((name for name in (NCCL_MOST, *TE_VARIABLES) if os.environ.get(name)), None)
+    return next((name for name in (NCCL_MOST, *NCCL_LEAST, *TE_VARIABLES) if os.environ.get(name)), None)
 
 
 @contextmanager

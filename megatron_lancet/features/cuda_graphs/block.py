@@ -50,6 +50,10 @@ class Pool:
         An exception inside is raised again: torch's own error at the end of a failed capture would hide it.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Fused attention of Transformer Engine takes one also without dropout. Only states for graphs are generators.
+        for state in tensor_parallel_random.get_cuda_rng_tracker().get_states().values():
+            if isinstance(state, torch.Generator):
+                graph.register_generator_state(state)
         failure: BaseException | None = None
         try:
             # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.

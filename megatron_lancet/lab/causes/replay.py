@@ -89,7 +89,7 @@ class Step:
         self.programs = Programs.of(ranks)
         self.exposed_ms = sum(_exposed_ms(rank) for rank in ranks) / len(ranks)
         self._kind = kind
-        self._payloads = {payload.key: payload for payload in payloads_of(ranks)}
+        self._payloads = {payload.key: payload for payload in payloads_of(ranks, kind)}
         self._counts_ms = counts_of(ranks)
 
     @cached_property

@@ -53,13 +53,15 @@ class Payload:
     """A message with rows on all ranks of a group. Tuples are by rank of the group.
 
     Attributes:
+        sent_bytes: what a rank sends to others.
         num_bytes: what a rank's part keeps its link busy for: what it sends, or what the rank that gets most of its
-            group receives, if that is more.
+            group receives, if that is more. Where one collective runs at a time, all have the largest.
         launched_ms: when the rank launched it.
         arrived_ms: when the rank had it.
     """
 
     key: Key
+    sent_bytes: tuple[int, ...]
     num_bytes: tuple[int, ...]
     launched_ms: tuple[float, ...]
     arrived_ms: tuple[float, ...]
@@ -71,7 +73,7 @@ class Payload:
 
     def even(self) -> "tuple[float, ...]":
         """The same bytes spread evenly."""
-        return (sum(self.num_bytes) / len(self.num_bytes),) * len(self.num_bytes)
+        return (sum(self.sent_bytes) / len(self.sent_bytes),) * len(self.sent_bytes)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Wire:
         return [self.latency_ms + ms if ms > 0 else 0.0 for ms in queued], queued
 
 
-def payloads_of(ranks: Sequence[TracedRank]) -> list[Payload]:
+def payloads_of(ranks: Sequence[TracedRank], kind: LinkKind) -> list[Payload]:
     """The messages with rows that all ranks of a group have, by the time at which the last rank launched them."""
     spans = [rank.messages() for rank in ranks]
     found = []
@@ -103,11 +105,13 @@ def payloads_of(ranks: Sequence[TracedRank]) -> list[Payload]:
         if kind_of(key[0]) is OpKind.COUNTS or not all(key in own for own in spans):
             continue
         own = [messages[key] for messages in spans]
-        sent = [span.num_bytes for span in own]
+        sent = tuple(span.num_bytes for span in own)
+        busy = _busy_bytes(sent, [_bytes_to(rank, key) for rank in ranks])
         found.append(
             Payload(
                 key,
-                tuple(_busy_bytes(sent, [_bytes_to(rank, key) for rank in ranks])),
+                sent,
+                tuple(busy) if kind.sends_share_link else (max(busy),) * len(busy),
                 tuple(span.start_ms for span in own),
                 tuple(span.end_ms for span in own),
             )

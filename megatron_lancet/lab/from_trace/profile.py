@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_lancet.lab.from_trace.chunks import OpShares, weight_grads_with_chunks, with_chunks
+from megatron_lancet.lab.from_trace.chunks import OpShares, cuts_of, weight_grads_with_chunks, with_chunks
 from megatron_lancet.lab.from_trace.events import RankEvents, read_events
 from megatron_lancet.lab.from_trace.facts import check_layout, layers_of_run, model_facts
 from megatron_lancet.lab.from_trace.kernels import is_collective
@@ -82,17 +82,18 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
     first = min(ranks)
     if any(_sends_probabilities_apart(own[0]) for own in steps.values()):
         ops, shares = with_packing(ops, shares)
-    whole = _whole_groups(groups, ranks)
+    whole, cuts = _whole_groups(groups, ranks), cuts_of(model, ranks.values())
+    sender = next(rank for rank in sorted(steps) if _dispatched(steps[rank][0]))  # a stage may have no experts
     return Profile(
         model=model,
         device=ranks[first].device or "CPU",
         versions={},
-        ops=with_chunks(ops, shares, model, _is_fused(steps[first][0])),
-        weight_grads=weight_grads_with_chunks(weight_grad_times(medians, model), model),
+        ops=with_chunks(ops, shares, model, cuts, _is_fused(steps[first][0])),
+        weight_grads=weight_grads_with_chunks(weight_grad_times(medians, model), cuts),
         link=link,
         memory=(),
         rest_ms=round(medians.rest_ms, 4),
-        received_share=_received_share(steps, whole) if whole else _sent_share(steps[first]),
+        received_share=_received_share(steps, whole) if whole else _sent_share(steps[sender]),
         measured_steps_ms={STOCK: round(max(_step_ms(own) for own in steps.values()), 4)},
         routing=_routing(steps, whole),
         paces=step_paces(paces, model.ep_size, len(model.layer_kinds)),

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from megatron_lancet.cli.arguments import positive_float
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.estimate.devices import REACHED, Rate
 from megatron_lancet.planning.sizes.gpus import GPUS
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tflops", "1e12 FLOP per second of matrix products", default.flops_per_s / 1e12),
         ("--memory-gbytes-per-s", "memory traffic", default.bytes_per_s / 1e9),
     ):
-        parser.add_argument(name, type=float, metavar="X", help=f"{what} (default: {value:g}, or from --gpu)")
+        parser.add_argument(name, type=positive_float, metavar="X", help=f"{what} (default: {value:g}, or from --gpu)")
     for name, what, value in (
         ("--min-kernel-us", "duration of the smallest kernel", default.min_kernel_us),
         ("--collective-us", "host time of a collective's launch", default.collective_us),
@@ -84,8 +85,13 @@ def check_arguments(own: argparse.Namespace) -> None:
     """
     if own.layers < 2 or own.layers % 2:
         raise UsageError(f"--layers expects an even number of at least 2, got {own.layers}.")
-    if min(own.connections) < 1 or min(own.launch_us) < 0:
-        raise UsageError("--connections expects numbers of at least 1, --launch-us numbers of at least 0.")
+    if min(own.connections) < 1:
+        raise UsageError(f"--connections expects numbers of at least 1, got {min(own.connections)}.")
+    numbers = [("--launch-us", number) for number in own.launch_us]
+    numbers += [("--min-kernel-us", own.min_kernel_us), ("--collective-us", own.collective_us)]
+    for name, number in (*numbers, ("--host-wait-us", own.host_wait_us)):
+        if not 0 <= number < float("inf"):
+            raise UsageError(f"{name} expects a finite number of at least 0, got {number:g}.")
     default = DeviceModel()
     for name, number in (("--message-sms", own.message_sms), ("--carveout-sms", own.carveout_sms)):
         if not 0 <= number < default.num_sms:

@@ -102,7 +102,7 @@ def _head(run: ModelledRun, own: argparse.Namespace, launch: Launch) -> list[str
     recorded = min(own.layers, run.num_layers)
     scaled = "" if recorded == run.num_layers else f", scaled from {recorded // 2} and {recorded}"
     return [
-        f"modelled, not measured: rank 0 of {args.world_size}, {args.micro_batch_size} x {args.seq_length} tokens, top "
+        f"modelled, not measured: rank 0 of {run.num_ranks}, {args.micro_batch_size} x {args.seq_length} tokens, top "
         f"{args.moe_router_topk} of {args.num_experts} experts on {args.expert_model_parallel_size} ranks, uniform "
         f"routing, {run.num_layers} layers{scaled}",
         f"device: {own.tflops:g} TFLOP/s, {own.memory_gbytes_per_s:g} GB/s, at least {own.min_kernel_us:g} us a "

@@ -17,8 +17,10 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training import arguments
 from megatron_lancet.training.flag_conflicts import check_flag_conflicts
 from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.plan.support import refuse_unsupported
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 
 _RESET = {
@@ -32,6 +34,11 @@ _RESET = {
     "pretrained_checkpoint": None,
     "tensorboard_dir": None,
     "wandb_project": None,
+}
+"""Arguments without an effect on a micro-batch, with the values that say so."""
+
+_ONE_STAGE = {
+    "pipeline_model_parallel_size": 1,
     "num_layers_per_virtual_pipeline_stage": None,
     "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None,
@@ -40,7 +47,7 @@ _RESET = {
     "account_for_loss_in_pipeline_split": False,
     "num_virtual_stages_per_pipeline_rank": None,
 }
-"""Arguments without an effect on a micro-batch of one stage, with the values that say so."""
+"""Arguments of pipeline stages, with the values that say that there is one."""
 
 _FEW_PIECES = 128
 """So that embedding, output layer and loss cost next to nothing: the host runs ahead while a large one is computed, and
@@ -52,14 +59,16 @@ class ModelledRun:
     """The model that is built and recorded.
 
     Attributes:
-        args: Megatron's arguments, validated.
+        args: Megatron's arguments, validated, for the ranks of one stage.
         plan: the plan of the run.
+        num_ranks: ranks of the run.
         num_layers: layers of the full model.
         notes: what differs from the run of the launch command, in a line each.
     """
 
     args: argparse.Namespace
     plan: Plan
+    num_ranks: int
     num_layers: int
     notes: tuple[str, ...]
 
@@ -78,26 +87,29 @@ def modelled_run() -> ModelledRun:
     """
     check_seams()
     args, config = arguments.parse(features())
-    notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
-    with on_the_cluster(args, config), arguments.megatrons_refusals():
-        args.rank = 0
-        args.world_size = choose_world(args)[0]
+    _without_data(args)
+    as_run = copy.deepcopy(args)
+    num_ranks = choose_world(args)[0]
+    with on_the_cluster(args, config):
+        _validate(as_run, config, num_ranks)
+        _refuse_unknown(as_run, config)
+        plan = _plan_of(as_run, config)
+        num_ranks_of_stage = num_ranks // args.pipeline_model_parallel_size
+        notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
         fused_activation, fused_rope = args.bias_swiglu_fusion, args.apply_rope_fusion
         apply_cpu_settings(args)
         args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
         # Megatron refuses it on a GPU without Transformer Engine. Latent attention has other kernels, not modelled.
         args.apply_rope_fusion = fused_rope and not (args.multi_latent_attention or args.rotary_interleaved)
         args.distributed_backend = "nccl"
-        normalize_args(args, config)
-        arguments.check_settings(args, config)
-        check_flag_conflicts(args)
-        validate_args(args)
-    _refuse_unknown(args, config)
-    return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))
+        _validate(args, config, num_ranks_of_stage)
+        check_attention(args, config)  # local layers refuse more than Transformer Engine's
+        refuse_unsupported(args)
+    return ModelledRun(args, plan, num_ranks, args.num_layers, tuple(notes))
 
 
-def _simplified(args: argparse.Namespace) -> Iterator[str]:
-    """Removes what is not modelled from parsed arguments; yields a note where that changes the time of a layer."""
+def _without_data(args: argparse.Namespace) -> None:
+    """Removes what has no effect on a micro-batch or its plan from parsed arguments."""
     for name, value in _RESET.items():
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)
@@ -108,6 +120,19 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
     args.lr = args.lr or 1.0  # a step has no rate
     if args.train_iters is None and args.train_samples is None:
         args.train_iters = 1
+
+
+def _validate(args: argparse.Namespace, config: LancetConfig, num_ranks: int) -> None:
+    args.rank, args.world_size = 0, num_ranks
+    with arguments.megatrons_refusals():
+        normalize_args(args, config)
+        arguments.check_settings(args, config)
+        check_flag_conflicts(args)
+        validate_args(args)
+
+
+def _simplified(args: argparse.Namespace) -> Iterator[str]:
+    """Removes what is not modelled from parsed arguments; yields a note where that changes the time of a layer."""
     of_te = [module for module in args.recompute_modules or () if module in DROPS_OUTPUTS]
     if of_te and args.transformer_impl != "local":
         yield f"outputs of {', '.join(of_te)} are kept: to recompute them takes Transformer Engine's layers"
@@ -123,7 +148,9 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
         args.moe_router_padding_for_fp8 = args.moe_router_padding_for_quantization = False
     if args.pipeline_model_parallel_size > 1:
         yield "pipeline stages and their messages are left out: all layers are on one stage"
-        args.pipeline_model_parallel_size = 1
+    for name, value in _ONE_STAGE.items():
+        assert hasattr(args, name), f"Megatron has no argument {name}"
+        setattr(args, name, value)
     if args.mtp_num_layers:
         yield "multi-token prediction is left out"
         args.mtp_num_layers = None

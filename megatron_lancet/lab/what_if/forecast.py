@@ -181,9 +181,10 @@ class Forecaster:
             gradient_ms = self._gradient_ms(layout, self.network)
             # The measured rest includes the profiled run's reduction, which can't be larger than the rest.
             more_ms = gradient_ms - min(self._profiled_gradient_ms(), self.profile.rest_ms)
+            if layout == self._profiled() and self.network.is_as_measured:
+                more_ms = 0.0
+        # Not in the measured rest, also where the profiled run had stages: that is the time outside of the first one.
         activations_ms = 2 * (layout.pp_size - 1) * self._activations_ms(layout)
-        if layout == self._profiled() and self.network.is_as_measured:
-            more_ms = activations_ms = 0.0
         return Forecast(
             plan=plan,
             step_ms=prediction.step_ms + activations_ms + more_ms,

@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.plan import Plan, plan_without_overlap
-from megatron_lancet.schedule.timeline import RankTimeline
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.step_stats import NUM_WARM_UP_STEPS
 from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -39,7 +38,7 @@ class TracedSteps:
     Attributes:
         last: the step under the newest final plan; None before it was traced.
         plan: that plan; None before.
-        iteration: its number.
+        iteration: number of the newest traced step; 0 before.
     """
 
     def __init__(
@@ -62,13 +61,15 @@ class TracedSteps:
         """Run a training step, and trace it if it is one for the report."""
         num_steps, plan = self._recorder.num_steps, self._setup.plan
         if self._is_settled():
-            if num_steps < NUM_WARM_UP_STEPS or self.plan == plan:
+            is_traced = self._setup.stages[0].decoder.comm.trace is not None  # a feature does it
+            if num_steps < NUM_WARM_UP_STEPS or self.plan == plan or is_traced:
                 return step()
             result, self.last = traced_step(self._setup, self._device, step)
             self.plan, self.iteration = plan, self._recorder.iteration
             return result
         if self._before is None and num_steps == NUM_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
             result, self._before = traced_step(self._setup, self._device, step)
+            self.iteration = self._recorder.iteration
             return result
         return step()
 
@@ -81,7 +82,7 @@ class TracedSteps:
         groups: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]
-        own = (_timeline(first), _timeline(last)) if dist.get_rank() in shown else (None, None)
+        own = (first and first.timeline, last and last.timeline) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
         # By rank: in a mocked world every entry is rank 0's.
@@ -98,7 +99,3 @@ class TracedSteps:
             ranks_per_node=nodes.ranks_per_node if nodes is not None else None,
             step=self.iteration,
         )
-
-
-def _timeline(found: StepTrace | None) -> RankTimeline | None:
-    return None if found is None else found.timeline

@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
+from megatron_lancet.cli.arguments import add_launch_arguments, own_words
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.lab.modelled_step import command
 from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
 from megatron_lancet.lab.modelled_step.recording import record
 from megatron_lancet.lab.modelled_step.settings import modelled_run
+from megatron_lancet.planning.plan_file import MadeFor, PlanFile, write_plan_file
+from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
 from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Kernel
 from megatron_lancet.training.platform.cpu import cpu_platform
 
@@ -32,9 +35,11 @@ def modelled(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "8")
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(parser)
-        own, others = parser.parse_known_args([*DEVICE, *MODEL, *flags])
+        add_launch_arguments(parser)
+        words, launch = own_words(parser, [*DEVICE, *flags, *MODEL])
+        own = parser.parse_args(words)
         check_arguments(own)
-        return command.modelled(own, read_launch(others))
+        return command.modelled(own, read_launch(launch))
 
     return run
 
@@ -95,6 +100,34 @@ def test_recorded_messages_and_products_have_the_models_sizes(monkeypatch):
     assert sorted(products) == sorted([fc1, fc2] * 2 * 3)  # chunks; forward, dX and dW
 
 
+@pytest.fixture
+def planned(monkeypatch):
+    """The plan of the model with some more flags, on 8 ranks in two stages."""
+
+    def plan_of(*flags: str) -> Plan:
+        monkeypatch.setattr(sys, "argv", ["virtual_gpu.py", *MODEL[:-2], *flags])  # any number of chunks
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        with cpu_platform():
+            return modelled_run().plan
+
+    return plan_of
+
+
+def test_plan_of_a_stage_pairs_as_the_run_does(planned):
+    """A stage has 4 data-parallel ranks, so two micro-batches; Megatron's loop without virtual stages has no pairs."""
+    assert planned("--num-virtual-stages-per-pipeline-rank", "3", "--lancet-pairing", "on").is_paired
+    with pytest.raises(UsageError, match="Megatron's loop for a pipeline without virtual stages"):
+        planned("--global-batch-size", "64", "--lancet-pairing", "on")
+
+
+def test_plan_file_for_stages_and_predictions_is_followed(planned, tmp_path):
+    plan = Plan((Segment(1, 4, 2), Segment(5, None, 1)), DwPolicy.NONE)
+    flags = "--mtp-num-layers 1 --moe-layer-freq [0,1,1,1,1,1] --lancet-plan".split()
+    made_for = MadeFor(7, "2-7", 2, 4, 64, 8, 2, 4, num_mtp_layers=1)
+    write_plan_file(tmp_path / "plan.json", PlanFile(plan, made_for))
+    assert planned(*flags, str(tmp_path / "plan.json")) == plan
+
+
 def test_modelled_step_of_latent_attention_needs_no_te(modelled):
     """As DeepSeek-V3's scripts: head sizes of queries and values differ, and the flags ask for Transformer Engine."""
     latent = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
@@ -114,11 +147,21 @@ def test_modelled_step_of_latent_attention_needs_no_te(modelled):
         (["--lancet-plan", "off"], "there is no plan to model: off"),
         (["--timeline", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
         (["--connections", "0"], "--connections expects numbers of at least 1"),
+        (["--host-wait-us", "-3"], "--host-wait-us expects a finite number of at least 0, got -3"),
     ],
 )
 def test_modelled_step_refuses_in_one_line(modelled, flags, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         modelled(*flags)
+
+
+@pytest.mark.parametrize("flag", ["--tflops", "--memory-gbytes-per-s"])
+def test_a_rate_of_nothing_is_refused(flag, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([flag, "0"])
+    assert f"{flag}: expected a number above 0, got '0'" in capsys.readouterr().err
 
 
 def test_a_gpu_sets_the_rates_that_are_not_given():

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 
 from megatron_lancet.features.cuda_graphs.block import Pool
+from megatron_lancet.patching import around
 from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
 from megatron_lancet.testkit.virtual_gpu.graphs.graph import CaptureError
 from megatron_lancet.testkit.virtual_gpu.graphs.pool import VirtualPool
@@ -86,6 +88,24 @@ def test_capture_refuses_what_cuda_refuses(look):
         with pytest.raises(CaptureError, match=r"test_graphs\.py"), captured():
             look(rows)
         assert rows.tolist() == ROWS.tolist()
+
+
+def test_kernels_of_a_capture_draw_from_states_of_the_tracker():
+    """As attention of Transformer Engine does, whose tracker keeps generators."""
+    of_tracker, other = torch.Generator(), torch.Generator()
+    with watched(), around(random.CudaRNGStatesTracker, "get_states", lambda *_: {"of graphs": of_tracker}):
+        rows = ROWS.cuda() + 0
+        with captured():
+            rows.normal_(generator=of_tracker)
+        with pytest.raises(CaptureError, match="normal_ draws from a random state"), captured():
+            rows.normal_(generator=other)
+
+
+def test_states_that_are_not_for_graphs_are_not_registered():
+    states = {"of Megatron": torch.Generator().get_state()}
+    with watched(), around(random.CudaRNGStatesTracker, "get_states", lambda *_: states), captured() as graph:
+        pass
+    assert not graph.generators
 
 
 def test_first_product_of_a_thread_is_refused_in_a_capture():

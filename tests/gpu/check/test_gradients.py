@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 from benchmarks.gpu.check.part import gradients
 from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.variants import Runner, Work
+from megatron_lancet.features.cuda_graphs.stage import StageGraphs
 from megatron_lancet.patching import around
+from megatron_lancet.runtime.rows import sums as row_sums
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from tests.gpu.check.rehearsed import rehearsed
 from tests.ranks.launch import REPO
@@ -41,7 +44,7 @@ def test_each_plan_of_grouped_queries_equals_stock(tmp_path):
             assert "error" not in result
             assert result["gradient_error"] <= result["bound"]
             assert result["repeats_equal"]
-            assert result["not_deterministic"] == ""
+            assert bool(result["not_deterministic"]) == (plan == gradients.ROW_SUMS)
     assert found[f"{GQA}, bf16, stock"]["widest_bound"] < gradients.BLIND_ABOVE
     assert found[f"{GQA}, fp32, ours k=2"]["bound"] == gradients.FP32_BOUND
 
@@ -98,6 +101,23 @@ def test_repeats_that_differ_are_an_error(tmp_path):
     assert not result["repeats_equal"]
     assert 0 < result["repeats_difference"] < 1e-5
     assert result["gradient_error"] < result["bound"]
+
+
+def test_graphs_that_are_not_replayed_are_an_error(tmp_path):
+    """Gradients of eager steps are right, and so are repeats."""
+    with around(StageGraphs, "capture", lambda *_: None):
+        found = rehearsed(gradients_of([GQA], "graphs", "ours k=1", precisions=["fp32"]), tmp_path)
+    assert found[f"{GQA}, fp32, graphs"]["error"] == "4 micro-batches were not replayed from graphs"
+    assert "error" not in found[f"{GQA}, fp32, ours k=1"]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_kernel_that_sums_rows_must_run(tmp_path, runs):
+    with nullcontext() if runs else around(row_sums, "_has_kernel", lambda *_: False):
+        found = rehearsed(gradients_of([GQA], gradients.ROW_SUMS, precisions=["fp32"]), tmp_path)
+    result = found[f"{GQA}, fp32, {gradients.ROW_SUMS}"]
+    assert ("error" in result) != runs
+    assert runs or "expected the kernel that sums rows" in result["error"]
 
 
 def test_operator_that_is_not_deterministic_is_named(tmp_path):

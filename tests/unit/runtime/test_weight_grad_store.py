@@ -238,3 +238,22 @@ def test_reports_on_cuda_are_on_the_stream_of_ddp_behind_the_dws(window, late):
         assert scaled == [ddp_stream.id]
         assert gpu.problems == []
         assert parameter.main_grad.eq(1).all()
+
+
+def test_flush_ends_behind_gradients_that_reports_have_added():
+    """A bias has a gradient of autograd; without overlapped reductions Megatron scales all gradients next."""
+    with virtual_gpu() as gpu:
+        ddp_stream = gpu.Stream()
+        parameter = torch.nn.Parameter(torch.zeros(3).cuda())
+        parameter.main_grad = torch.zeros(3).cuda()
+        with torch.cuda.stream(ddp_stream):
+            bias = DeferredWeight(parameter, "bias", lambda: parameter.main_grad.add_(parameter.grad))
+        store = store_without_autograd(DwRules(2), cpu_stats())
+        with gpu.watch((ddp_stream,)):
+            parameter.grad = torch.ones(3).cuda()
+            store.put([bias], lambda: None, 8)
+            store.mark_last_use(bias)
+            store.flush()
+            parameter.main_grad.mul_(2)
+        assert gpu.problems == []
+        assert parameter.main_grad.eq(2).all()

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.check.part.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
+from benchmarks.gpu.check.part.models import FULL_RECOMPUTE, copies, counted_row_sums, mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.measure import MAX_ERROR_RATIO, MAX_EXTRA_ERROR
 from benchmarks.gpu.record import Recorder
@@ -60,6 +60,8 @@ class Model:
     needs_triton: bool = False
 
 
+ROW_SUMS = "sums of rows by a kernel"
+"""A case without deterministic algorithms, which would keep the kernel from running."""
 _SEQUENCE: Plan = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
 CASES: dict[str, Variant] = {
     **{
@@ -67,6 +69,7 @@ CASES: dict[str, Variant] = {
         for name in ("ours k=2", "pairs", "ours k=1", "tiles", "dedup", "dedup pairs", "ours k=2 sequence")
     },
     "recompute": Variant(fixed_plan(2), FULL_RECOMPUTE),
+    ROW_SUMS: Variant(PLANS["ours k=2"]),
     **{name: Variant(PLANS[name]) for name in ("ours k=4", "experts k=2", "experts k=4")},
     "sequence in pairs": Variant(paired(_SEQUENCE)),
     "graphs": Variant(PLANS["ours k=1"], is_captured=True),
@@ -93,6 +96,7 @@ class Repeats:
         are_equal: whether all of them have the same bits.
         difference: largest relative difference of a parameter's gradient to the first one's.
         not_deterministic: what torch says about an operator; empty where all are deterministic.
+        num_eager: micro-batches behind the first step that should have been replayed from graphs, and were not.
     """
 
     losses: list[float]
@@ -100,6 +104,7 @@ class Repeats:
     are_equal: bool = True
     difference: float = 0.0
     not_deterministic: str = ""
+    num_eager: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,8 @@ def _compare_model(
                 variant = CASES[plan]
                 variant = replace(variant, config={**model.config, **variant.config})
                 make = partial(_prepared, variant, work, stock)
-                save_comparison(record, label, repeated(place, make(), make), reference, work)
+                found = _with_row_sums(place, make()) if plan == ROW_SUMS else repeated(place, make(), make)
+                save_comparison(record, label, found, reference, work)
     return left_out
 
 
@@ -234,6 +240,24 @@ def repeated(place: Place, runner: Runner, again: Callable[[], Runner] | None = 
     return found
 
 
+def _with_row_sums(place: Place, runner: Runner) -> Repeats:
+    """Runs the step with the kernel that sums rows, whatever their size.
+
+    Raises:
+        RuntimeError: the kernel did not run, although Triton is installed.
+    """
+    torch.use_deterministic_algorithms(False)
+    try:
+        with counted_row_sums() as counted:
+            found = _repeated(place, runner)
+    finally:
+        torch.use_deterministic_algorithms(True)
+    if counted.is_missing:
+        raise RuntimeError("expected the kernel that sums rows, and it did not run")
+    found.not_deterministic = "deterministic algorithms are off"
+    return found
+
+
 def _repeated(place: Place, runner: Runner) -> Repeats:
     found: Repeats | None = None
     for _ in range(NUM_REPEATS):
@@ -251,6 +275,8 @@ def _repeated(place: Place, runner: Runner) -> Repeats:
         # An error of 0 means equal bits.
         found.are_equal = found.are_equal and found.difference == 0.0 and values == found.losses
     assert found is not None
+    if runner.is_captured:
+        found.num_eager = (NUM_REPEATS - 1) * runner.num_micro_batches - runner.num_replayed()
     return found
 
 
@@ -292,6 +318,8 @@ def save_comparison(record: Recorder, label: str, found: Repeats, reference: Ref
         problems.append(f"the gradient of {name} is {errors[name]:.3g} away, at most {reference.bound_of(name):.3g}")
     if not loss_error <= loss_bound:
         problems.append(f"a loss is {loss_error:.3g} away, at most {loss_bound:.3g}")
+    if found.num_eager:
+        problems.append(f"{found.num_eager} micro-batches were not replayed from graphs")
     repeat_bound = BF16_REPEAT_BOUND if work.bf16 else REPEAT_BOUND
     if not found.not_deterministic and not found.are_equal:
         problems.append(f"repeats of the same step differ, by up to {found.difference:.3g} of a gradient's norm")

@@ -93,7 +93,11 @@ def run(record: Recorder, place: Place) -> None:
                     found |= {"launch_us": launch_us, "copied_gbytes_per_s": copied[num_sms]}
                     _judge(record, _name(size, link), found, is_judged=not place.is_rehearsal)
     with record.guarded("two streams"), place.watch():
-        _two_streams(record, bench, max(sizes) // 4, num_repeats)
+        link = PacedLink(Link(LATENCY_US, RATES[0]))
+        found = _two_streams(bench, link, max(sizes) // 4, num_repeats)
+        found |= {"launch_us": launch_us, "copied_gbytes_per_s": copied[link.num_sms]}
+        name = f"two streams, {_name(max(sizes) // 4, link)} each"
+        _judge(record, name, found, is_judged=not place.is_rehearsal)
     steps = [other - one for one, other in itertools.pairwise(stamps)]
     record.add("clock of the device", step_ns=math.gcd(*steps))
 
@@ -160,9 +164,8 @@ def _judge(record: Recorder, name: str, found: dict[str, int | float], is_judged
         record.add(name, **found)
 
 
-def _two_streams(record: Recorder, bench: Bench, num_bytes: int, num_repeats: int) -> None:
+def _two_streams(bench: Bench, link: PacedLink, num_bytes: int, num_repeats: int) -> dict[str, int | float]:
     """Two messages that are ready at the same time on streams of their own: the link carries one after the other."""
-    link = PacedLink(Link(LATENCY_US, RATES[0]))
     streams = [torch.cuda.Stream() for _ in range(2)]
 
     def enqueue() -> None:
@@ -176,11 +179,10 @@ def _two_streams(record: Recorder, bench: Bench, num_bytes: int, num_repeats: in
 
     measured_us = _median(lambda: bench.elapsed_us(enqueue), num_repeats)
     expected_us = 2 * link.link.time_us(num_bytes)
-    record.add(
-        f"two streams, {_name(num_bytes, link)} each",
-        bytes=2 * num_bytes,
-        blocks=link.num_sms,
-        expected_us=expected_us,
-        measured_us=measured_us,
-        error_share=measured_us / expected_us - 1,
-    )
+    return {
+        "bytes": 2 * num_bytes,
+        "blocks": link.num_sms,
+        "expected_us": expected_us,
+        "measured_us": measured_us,
+        "error_share": measured_us / expected_us - 1,
+    }

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ def run(record: Recorder, place: Place) -> None:
             record.add(**step)
     with record.guarded("memcheck"):
         check(summary, status, len(ended), output)
+        check_kernels(ended)
         text = "" if status is not None else f"; it was ended after {limit_s:.0f} s, and what it had begun is not known"
         record.add("memcheck", runs=True, errors=0, steps=len(ended), ended=status is not None, why=f"no error{text}")
 
@@ -155,13 +156,27 @@ def check(summary: Summary, status: int | None, num_steps: int, output: str) -> 
         raise MemcheckError(f"{num_steps} of {len(PLANS)} steps ended; status {status}: {output[-_TAIL_CHARS:]}")
 
 
+def check_kernels(steps: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        MemcheckError: a step has ended without a kernel that the device has.
+    """
+    missing = [f"{kernel} in {step['plan']}" for step in steps for kernel in step["missing"]]
+    if missing:
+        raise MemcheckError(f"expected kernels that did not run: {', '.join(missing)}")
+
+
 def run_steps(record: Recorder, place: Place) -> None:
     """A step in bf16 of each plan, as rank 0 of a mocked group; the process that the tool watches."""
+    import torch
+
+    from benchmarks.gpu.check.part.models import counted_row_sums
     from benchmarks.gpu.sizes import SIZES
     from benchmarks.gpu.variants import Runner, Variant, Work
     from benchmarks.gpu.world import mocked_group
     from megatron_lancet.model.local_experts import grouped_linear
     from megatron_lancet.patching import around
+    from megatron_lancet.runtime.device import has_grouped_gemm
     from megatron_lancet.testkit.mock.link import Link
 
     num_products = 0
@@ -173,12 +188,16 @@ def run_steps(record: Recorder, place: Place) -> None:
 
     work = Work(SIZES["tiny"], _NUM_RANKS, _NUM_MICRO_BATCHES, place.device)
     link = Link(latency_us=10, gbytes_per_s=50)
+    groups = has_grouped_gemm(torch.empty(0, dtype=torch.bfloat16, device=place.device))
     with mocked_group(_NUM_RANKS) as using_link, around(grouped_linear, "grouped_mm", grouped_mm), using_link(link):
         for plan in PLANS:
             runner, num_products = Runner(Variant.named(plan), work), 0
-            with place.watch():
+            with place.watch(), counted_row_sums() as row_sums:
                 runner.step()
-            record.add("step under memcheck", plan=plan, grouped_products=num_products)
+            missing = ["grouped products"] if groups and not num_products else []
+            missing += ["sums of rows"] if row_sums.is_missing else []
+            counts = {"grouped_products": num_products, "row_sums": row_sums.number}
+            record.add("step under memcheck", plan=plan, **counts, missing=missing)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """What the parts of the check share: small models on one rank of a mocked group whose link is free."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.sizes import SIZES, Size
 from benchmarks.gpu.variants import Work
-from megatron_lancet.patching import replaced
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.runtime.rows import sums as row_sums
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
@@ -51,6 +53,34 @@ def mocked_ranks(num_ranks: int = NUM_RANKS) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@dataclass
+class RowSums:
+    """
+    Attributes:
+        number: calls of the kernel that sums rows.
+    """
+
+    number: int = 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there was none, although Triton is installed."""
+        return not self.number and find_spec("triton") is not None
+
+
+@contextmanager
+def counted_row_sums() -> Iterator[RowSums]:
+    """Inside the context the kernel sums rows of any size, unless algorithms are deterministic."""
+    counted = RowSums()
+
+    def sum_rows(stock: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+        counted.number += 1
+        return stock(*args)
+
+    with replaced(row_sums, "LEAST_BYTES", 0), around(row_sums, "sum_rows", sum_rows):
+        yield counted
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 In a capture no kernel runs: each is recorded with the memory that it reads and writes, by address. A replay runs them
 again on the same addresses. As in CUDA, a capture raises an error if the host waits, reads a value or queries an event,
-if a kernel reads host memory, if a thread runs its first product, for which a library makes a handle, or if a stream
-outside waits for one inside, or the reverse. Collectives are not modelled, and raise one too.
+if a kernel reads host memory or draws from a generator that the graph does not know, if a thread runs its first
+product, for which a library makes a handle, or if a stream outside waits for one inside, or the reverse. Collectives
+are not modelled, and raise one too.
 """
 
 import math
@@ -54,12 +55,18 @@ class VirtualGraph:
 
     Attributes:
         kernels: what a replay runs, in order.
+        generators: addresses of the random states that its kernels may draw from.
     """
 
     gpu: ClassVar["VirtualGpu"]
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.kernels: list[CapturedKernel] = []
+        self.generators: set[int] = set()
+
+    def register_generator_state(self, state: Any) -> None:
+        """Lets kernels of a later capture draw from a random state."""
+        self.generators.add(state._cdata)
 
     def replay(self) -> None:
         """Enqueues all kernels on the current stream by one launch."""
@@ -143,6 +150,9 @@ class Capture:
         accesses = accesses_of(function, args, kwargs)
         if kind is Kind.HOST_WAITS or any(memory.is_host(tensor) for tensor in accesses.arguments):
             raise CaptureError(f"{name} makes the host wait, or reads its memory, while a stream is captured: {site}")
+        state = kwargs.get("generator")
+        if state is not None and state._cdata not in self._graph.generators:
+            raise CaptureError(f"{name} draws from a random state that the graph does not know: {site}")
         is_own_thread = threading.get_ident() == self._thread  # autograd's has run products before
         if is_own_thread and is_product(function) and not self._gpu.has_handle:
             raise CaptureError(f"{name} is the first product of this thread, while a stream is captured: {site}")

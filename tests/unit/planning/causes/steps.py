@@ -24,6 +24,7 @@ class Made:
         has_backward: whether a backward follows each forward. It runs weight gradients while a message is in flight.
         ms_per_byte: of the link.
         counts_ms: of an exchange of token counts.
+        has_collectives: whether a message is at all ranks at once, as long as its largest part takes.
     """
 
     num_layers: int = 3
@@ -36,6 +37,7 @@ class Made:
     has_backward: bool = False
     ms_per_byte: float = 2e-5
     counts_ms: float = 0.5
+    has_collectives: bool = False
 
     def ranks(self) -> list[TracedRank]:
         """The traces of all ranks."""
@@ -125,8 +127,11 @@ class Made:
             ]
             for a in range(num_ranks)
         ]
+        sent, received = [sum(row) for row in to], [sum(column) for column in zip(*to, strict=True)]
         for rank in range(num_ranks):
-            size = max(sum(to[other]) for other in range(num_ranks) if other != rank)
+            others = [other for other in range(num_ranks) if other != rank or self.has_collectives]
+            # A rank is done with its part when those that it sends to have all that they receive.
+            size = max(max(sent[one], *(received[to] for to in range(num_ranks) if to != one)) for one in others)
             arrived_ms = ready_ms + (self.counts_ms + size * self.ms_per_byte if self.ms_per_byte else 0.0)
             self._spans[rank].append(Span(name, Lane.COMM, launched[rank], arrived_ms, sum(to[rank])))
             while self._queues[rank] and self._now[rank] < arrived_ms:

@@ -159,6 +159,37 @@ def test_rows_of_one_rank_say_how_uneven_all_are(tmp_path):
     assert profile.link.all_to_all[-1][1] == pytest.approx(1.0, abs=TOLERANCE_MS)
 
 
+def test_rows_are_those_of_a_stage_with_experts(tmp_path):
+    """One rank of each of two stages, of which the first has no experts."""
+    first, second = (
+        Recipe(
+            rank=2 * stage,
+            layers=(kind,),
+            sent=(3 * ROWS // 4, ROWS // 4),
+            stage=(stage, 2),
+            groups={
+                "EXPERT_MODEL_PARALLEL_GROUP": [2 * stage, 2 * stage + 1],
+                "PIPELINE_MODEL_PARALLEL_GROUP": [0, 2],
+            },
+        )
+        for stage, kind in enumerate((DENSE, MOE))
+    )
+    profile = profile_from_traces(write(tmp_path, first, second))
+    assert profile.received_share == (0.75, 0.25)
+
+
+@pytest.mark.parametrize("group", ["TENSOR_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP"])
+def test_no_sequence_chunks_where_a_rank_has_a_part(tmp_path, group):
+    """The run refuses them; see ``sequence_blockers``."""
+    groups = {"EXPERT_MODEL_PARALLEL_GROUP": [0, 1]}
+    whole, part = (
+        profile_from_traces(write(tmp_path, Recipe(groups={**groups, group: ranks}))) for ranks in ([0], [0, 1])
+    )
+    assert {op.chunk_dim for op in whole.ops if op.num_chunks > 1} == set(ChunkDim)
+    assert {op.chunk_dim for op in part.ops if op.num_chunks > 1} == {ChunkDim.BATCH}
+    assert {dw.num_chunks for dw in part.weight_grads} == {1, 2}
+
+
 def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
     named, unnamed = Recipe(on_gpu=True), Recipe(on_gpu=True, groups={})
     assert profile_from_traces(write(tmp_path, unnamed)).ops == profile_from_traces(write(tmp_path, named)).ops

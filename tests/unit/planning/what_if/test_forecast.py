@@ -63,7 +63,10 @@ def test_forecast_of_the_profiled_layout_equals_the_simulator(planner, stages):
     expected = simulate(profile, plan).prediction
     forecast = forecaster.forecast(layout, planner)
     assert forecast.plan == plan
-    assert forecast.step_ms == pytest.approx(expected.step_ms)
+    facts = profile.model
+    num_bytes = facts.micro_batch_size * facts.seq_length * facts.combine_row_bytes
+    message_ms = NetworkChoice().cluster(profile, 8).message_ms(num_bytes, 4)
+    assert forecast.step_ms == pytest.approx(expected.step_ms + (2 * message_ms if stages else 0.0))
     assert forecast.exposed_ms == pytest.approx(expected.exposed_ms)
 
 
@@ -188,6 +191,15 @@ def test_forecast_of_a_pipeline_has_fill_and_drain():
     assert halves.step_ms == pytest.approx(whole.step_ms * 5 / 4 / 2, rel=0.1)
     assert halves.bubble_ms == pytest.approx((halves.step_ms - 1.0) / 5, rel=0.02)
     assert [segment.last_layer for segment in halves.plan.segments] == [2, None]
+
+
+@pytest.mark.parametrize("network", [NetworkChoice(), NetworkChoice(64, 1.0, 5.0)])
+def test_forecast_of_each_micro_batch_adds_as_much(network):
+    """Also next to the profiled number: messages between stages are in all rows."""
+    machine = Machine("mmmm", stages=(0, 0, 1, 1), shares=SHARES, num_micro_batches=3, rest_ms=500.0)
+    forecaster = Forecaster(profile_of(machine, world_size=8), network)
+    steps = [forecaster.forecast(forecaster.layout(8, num_micro_batches=m), no_overlap).step_ms for m in (2, 3, 4)]
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0])
 
 
 def test_forecast_segments_end_with_stages():

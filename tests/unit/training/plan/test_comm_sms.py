@@ -17,7 +17,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
 from megatron_lancet.features.comm_sms.feature import COMM_SMS, CommSmsFlags, check_comm_sms
 from megatron_lancet.features.comm_sms.groups import bounded_expert_groups
-from megatron_lancet.features.comm_sms.margins import NCCL_MOST, TE_VARIABLES, norms_leave, products_leave
+from megatron_lancet.features.comm_sms.margins import NCCL_LEAST, NCCL_MOST, TE_VARIABLES, norms_leave, products_leave
 from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
@@ -38,14 +38,15 @@ UNSET = -(2**31)
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in (NCCL_MOST, "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS", *TE_VARIABLES):
+    for name in (NCCL_MOST, *NCCL_LEAST, *TE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
 
 def arguments(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"distributed_backend": "nccl", "expert_model_parallel_size": 2, **changes})
+    given = {"distributed_backend": "nccl", "expert_model_parallel_size": 2, "nccl_communicator_config_path": None}
+    return argparse.Namespace(**{**given, **changes})
 
 
 def options_of_groups(max_ctas: int | None, high_priority: tuple[str, ...] = ()) -> dict[str, object]:
@@ -229,7 +230,19 @@ def test_default_is_for_hopper_and_blackwell(monkeypatch, major, expected):
     assert all(f"at most {expected} SMs" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", [NCCL_MOST, *TE_VARIABLES])
+@pytest.mark.parametrize("given", [{"max_ctas": 32}, {"min_ctas": 24}, {"min_ctas": 4}])
+def test_default_gives_way_to_users_communicator_config(given):
+    facts = facts_with(config_with(CommSmsFlags()), nccl_communicator_config_path="groups.yaml")
+    with ExitStack() as stack:
+        COMM_SMS.enter(facts, stack)
+        options = parallel_state.get_nccl_options("ep", {"ep": given}).config
+        assert (options.max_ctas, options.min_ctas) == (given.get("max_ctas", UNSET), given.get("min_ctas", UNSET))
+        assert parallel_state.get_nccl_options("tp_ep_mp", {"ep": given}).config.max_ctas == 16
+    (line,) = COMM_SMS.announce(facts)
+    assert "unless --nccl-communicator-config-path bounds its group" in line
+
+
+@pytest.mark.parametrize("name", [NCCL_MOST, *NCCL_LEAST, *TE_VARIABLES])
 def test_default_gives_way_to_the_users_environment(monkeypatch, name):
     monkeypatch.setenv(name, "24")
     assert COMM_SMS.message_sms(config_with(CommSmsFlags()), GPU) is None
