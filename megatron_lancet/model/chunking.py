@@ -41,7 +41,7 @@ class Chunk:
         attention_mask: [b or 1, 1, S, S] or None, True where attention is not allowed.
         rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
             documents [s, b, 1, R]; or a tuple of them. None if attention has its own, or none.
-        attention_bias: added to the attention scores, broadcast over samples, or None.
+        attention_bias: added to the attention scores, [b or 1, 1 or n, S, S] with n heads, or None.
         documents: the documents of the chunk's samples, on uncut sequences; None where a sample is one.
         positions: with documents the position of each token in its own, [s, b].
         padding_mask: [s, b], True for padding tokens, which routers do not count; None without padding.
@@ -141,11 +141,9 @@ def unchunked_micro_batch(
         packed: its documents; None where a sample is one.
         padding_mask: see :class:`Chunk`.
     """
-    unchunked = Chunk(0, 1, padding_mask=padding_mask)
+    unchunked = Chunk(0, 1, attention_bias=attention_bias, padding_mask=padding_mask)
     if packed is None:
-        return replace(
-            unchunked, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias
-        )
+        return replace(unchunked, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb)
     rotary_pos_emb = _rotary_at(rotary_pos_emb, packed)
     return replace(unchunked, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
 
@@ -171,18 +169,16 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, unchunked: Chun
         return [unchunked]
     if segment.chunk_dim is ChunkDim.BATCH:
         along_samples = partial(_split_samples, sizes=sizes, dim=1)
-        masks = _split_samples(unchunked.attention_mask, sizes, dim=0)
+        masks, biases = (_split_samples(t, sizes, dim=0) for t in (unchunked.attention_mask, unchunked.attention_bias))
         rotary = _split_rotary(unchunked.rotary_pos_emb, along_samples)
         documents: Sequence[Documents | None] = [None] * num
         if unchunked.documents is not None:
             documents = [unchunked.documents.of_samples(start, size) for start, size in zip(starts, sizes, strict=True)]
         positions, padding = along_samples(unchunked.positions), along_samples(unchunked.padding_mask)
-        bias = unchunked.attention_bias
         return [
-            Chunk(i, num, dim, 0, None, masks[i], rotary[i], bias, documents[i], positions[i], padding[i])
+            Chunk(i, num, dim, 0, None, masks[i], rotary[i], biases[i], documents[i], positions[i], padding[i])
             for i in range(num)
         ]
-    assert unchunked.attention_bias is None, "refused when the plan was chosen"
     num_positions = sum(sizes)
     earlier: KeysAndValues = defaultdict(lambda: (Prefix(num_positions), Prefix(num_positions)))
     along_positions = partial(_split_positions, sizes=sizes)
@@ -196,6 +192,7 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, unchunked: Chun
             start,
             earlier,
             rotary_pos_emb=rotary[index],
+            attention_bias=unchunked.attention_bias,
             documents=unchunked.documents,
             positions=positions[index],
             padding_mask=padding[index],

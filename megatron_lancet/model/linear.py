@@ -97,8 +97,7 @@ def _accumulate_fused(grad_TO: torch.Tensor, input_TI: torch.Tensor, main_grad_O
     kernels = layers.fused_weight_gradient_mlp_cuda  # Megatron refuses the flag without it
     in_fp32 = main_grad_OI.dtype is torch.float32
     accumulate = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
-    # The kernel ignores strides; Megatron's preparation makes both inputs contiguous.
-    accumulate(input_TI, grad_TO, main_grad_OI)
+    accumulate(input_TI.contiguous(), grad_TO.contiguous(), main_grad_OI)  # the kernel ignores strides
 
 
 class LinearByPlan(ByPlan):
@@ -138,7 +137,7 @@ class _DeferredWeightGrad(LinearByPlan):
     gradient_accumulation_fusion: bool
     store: WeightGradStore
     weight_name: str
-    deferred: DeferredWeight | None
+    deferred: DeferredWeight | None = None
     accumulate_in_gemm: bool = False
     """See :class:`DeferredWeight`. May change between steps."""
 
@@ -155,7 +154,6 @@ class _DeferredWeightGrad(LinearByPlan):
         """Marks the weight for DDP, which then calls :meth:`register_wgrad_accumulation_and_reduce_hooks`."""
         self.weight_name = name
         self.store = store
-        self.deferred = None
         self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, report_ready: Callable[[], None]) -> None:
@@ -184,9 +182,8 @@ class _DeferredWeightGrad(LinearByPlan):
         self._put(lambda: factors, factors.num_bytes)
 
     def _put(self, factors: Callable[[], Factors], num_bytes: int) -> None:
-        deferred, in_gemm = self.deferred, self.accumulate_in_gemm
+        deferred, in_gemm, is_fused = self.deferred, self.accumulate_in_gemm, self.gradient_accumulation_fusion
         sum_first = self.has_several_uses and not in_gemm
-        is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:
@@ -199,7 +196,10 @@ class _DeferredWeightGrad(LinearByPlan):
         self.store.put([deferred], compute, num_bytes)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
+        defers = self.deferred is not None and torch.is_grad_enabled() and weight is self.weight
+        if defers and not trains_unwatched(weight):  # changed since then; the report adds autograd's dW, if any
+            defers = kwargs["gradient_accumulation_fusion"] = False
+        if not defers:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
         is_exact_part = self.store.part is not None and not self.accumulate_in_gemm and not on_cuda(weight)
@@ -215,12 +215,17 @@ class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
     """Megatron's row-parallel linear layer with deferred dW."""
 
 
+def trains_unwatched(weight: torch.Tensor) -> bool:
+    """Whether a weight is trained now, and has no hook for a gradient from autograd, which a deferred dW is not."""
+    return weight.requires_grad and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
 def can_defer(module: torch.nn.Module) -> bool:
     """Whether a linear layer's dW can be deferred: it is trained, has its own weight, and no hook waits for the dW."""
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
     linear, weight = cast(Any, module), cast(Any, module).weight
-    if weight is None or not weight.requires_grad or weight._backward_hooks or getattr(linear, "gtp_remat_size", 1) > 1:
+    if weight is None or not trains_unwatched(weight) or getattr(linear, "gtp_remat_size", 1) > 1:
         return False
     # Tensor parallelism without sequence parallelism sums the input's gradient inside; Megatron trains no MoE so.
     return bool(linear.explicit_expert_comm) or not getattr(linear, "allreduce_dgrad", False)
@@ -232,8 +237,5 @@ def defer_weight_grad(module: torch.nn.Module, name: str, store: WeightGradStore
     Args:
         name: name of the weight gradient's op.
     """
-    column = isinstance(module, ColumnParallelLinear)
-    linear: _DeferredWeightGrad = (
-        adopt(module, DeferredColumnParallelLinear) if column else adopt(module, DeferredRowParallelLinear)
-    )
-    linear.begin_deferring(name, store)
+    own: Any = DeferredColumnParallelLinear if isinstance(module, ColumnParallelLinear) else DeferredRowParallelLinear
+    adopt(module, own).begin_deferring(name, store)

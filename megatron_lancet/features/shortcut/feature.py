@@ -24,6 +24,7 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.seams import missing_functions
+from megatron_lancet.training.plan.support import OWN_DISPATCHER
 from megatron_lancet.training.run import Run
 
 FLAG, IDENTITY = "--lancet-shortcut-moe", "--lancet-identity-experts"
@@ -228,6 +229,11 @@ def check_routers(args: argparse.Namespace, number: int) -> None:
     for name, other in _KEEPS_ALL_ROWS.items():
         if getattr(args, name, None):
             raise UsageError(f"{IDENTITY} {number} does not work with {other} yet. Drop one of them.")
+    if args.moe_token_dispatcher_type != OWN_DISPATCHER:  # of stock modules; a plan replaces it
+        raise UsageError(
+            f"{IDENTITY} {number} does not work with --moe-token-dispatcher-type {args.moe_token_dispatcher_type} yet. "
+            f"Pass --moe-token-dispatcher-type {OWN_DISPATCHER}."
+        )
 
 
 def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:

@@ -15,6 +15,7 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.sdpa import AttentionPerChunk
 from megatron_lancet.model.recompute import maybe_recomputed
@@ -67,7 +68,15 @@ class TEAttentionPerChunk(AttentionPerChunk):
 
         Returns:
             [s, b, n * v].
+
+        Raises:
+            UsageError: there is a bias of the scores, and chunks of a sequence or documents.
         """
+        if self.chunk is not None and kwargs.get("attention_bias") is not None:
+            raise UsageError(
+                "expected no attention_bias with sequence chunks or packed documents, found one: it is for whole "
+                "sequences. Drop it, or pass --lancet-chunk-dim batch and no documents, or --lancet-plan off."
+            )
         documents = None if self.chunk is None else self.chunk.documents
         if self.chunk is not None and self.chunk.earlier is not None:
             assert documents is None, "refused when the plan was chosen"

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.linear import LinearByPlan
+from megatron_lancet.model.linear import LinearByPlan, trains_unwatched
 from megatron_lancet.runtime.factors import Factors, JoinedFactors, PartOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
@@ -116,11 +117,25 @@ class TELinearPerChunk(LinearByPlan):
             # nothing where it does not; autograd would add up one placeholder per chunk. See report().
             vars(parameter).pop("grad_added_to_main_grad", None)
         if self.deferred:  # the backward calls what is the module's store now
+            self._refuse_later_hooks()
             part = self._grad_store.part
             store = self._store_of_chunk if part is None else _StoreOfModule(partial(self._gather, part))
             if self.wgrad_store is not store:  # a module checks every attribute that is set
                 self.wgrad_store = store
         return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _refuse_later_hooks(self) -> None:
+        """
+        Raises:
+            UsageError: a hook waits for a gradient from autograd, which has none of a deferred dW.
+        """
+        for name, parameter in self._late.items():
+            if not trains_unwatched(parameter) and parameter.requires_grad and torch.is_grad_enabled():
+                raise UsageError(
+                    f"expected no gradient hook on the {name} of a {type(self).__bases__[-1].__name__}, found one: the "
+                    "plan computes this gradient outside of autograd. Register it before the model is prepared, or "
+                    "pass --lancet-plan off."
+                )
 
     def begin_deferring(self: Any, name: str, store: WeightGradStore) -> None:
         """Marks the weights for DDP, which then calls :meth:`register_wgrad_accumulation_and_reduce_hooks`.
@@ -129,7 +144,7 @@ class TELinearPerChunk(LinearByPlan):
             name: name of the weight gradient's op.
         """
         self._op_name, self._grad_store, self.deferred = name, store, []
-        self._late = {n: p for n, p in self.named_parameters(recurse=False) if _is_late(n) and p.requires_grad}
+        self._late = self._trained()
         self._unregistered = list(self._late)
         self._store_of_chunk = _StoreOfModule(self._put)
         self._by_kind: dict[str, Sequence[DeferredWeight | None]] = {}
@@ -144,9 +159,13 @@ class TELinearPerChunk(LinearByPlan):
 
     @property
     def trains_weight(self: Any) -> bool:
-        """Whether the module has a weight that is trained, and so a dW; not if a hook waits for one from autograd."""
-        weights = [p for n, p in self.named_parameters(recurse=False) if n.startswith("weight")]
-        return any(p.requires_grad for p in weights) and not any(p._backward_hooks for p in weights)
+        """Whether a weight is trained, so that there is a dW, and no hook waits for a gradient from autograd."""
+        late = self._trained()
+        return any(n.startswith("weight") for n in late) and all(map(trains_unwatched, late.values()))
+
+    def _trained(self: Any) -> dict[str, torch.nn.Parameter]:
+        """The weights and biases that are trained now, by name."""
+        return {n: p for n, p in self.named_parameters(recurse=False) if _is_late(n) and p.requires_grad}
 
     def register_wgrad_accumulation_and_reduce_hooks(self: Any, report_ready: Callable[[], None]) -> None:
         """DDP calls this for each parameter that is marked, in the order of the module's parameters."""

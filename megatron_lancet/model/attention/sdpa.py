@@ -10,6 +10,7 @@ size, n heads, g key heads, k / v channels of a head.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -54,12 +55,21 @@ class AttentionPerChunk:
         chunk: the present sequence chunk, or one with documents; None for whole sequences.
         recomputed: whether the attention of a chunk runs a second time in the backward pass.
         recomputes_core: whether the core attention alone does. Megatron's own checkpoint would compute it without the
-            chunk's earlier keys and its documents, and run a backward pass inside the backward pass.
+            chunk's earlier keys and its documents, and run a backward pass inside the backward pass, in which each
+            chunk reports a weight of the softmax to DDP.
     """
 
     chunk: Chunk | None = None
     recomputed: bool = False
     recomputes_core: bool = False
+
+
+class RecomputedAttention(AttentionPerChunk, DotProductAttention):
+    """Megatron's core attention, which runs a second time in the backward pass."""
+
+    def forward(self, *inputs: Any, **others: Any) -> torch.Tensor:
+        """Attention as Megatron's."""
+        return maybe_recomputed(self.recomputes_core and self.training, partial(super().forward, **others), *inputs)
 
 
 class SdpaAttention(AttentionPerChunk, DotProductAttention):
@@ -107,7 +117,7 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
         Returns:
             [s, b, n * v].
         """
-        assert attention_bias is None
+        assert attention_bias is None, "stock's local attention takes none either"
         if packed_seq_params is not None:
             return self._attend_end_to_end(query, key, value, packed_seq_params)
         documents = None if self.chunk is None else self.chunk.documents
@@ -115,6 +125,7 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
         if self.config.context_parallel_size > 1:
             assert self.chunk is None or self.chunk.earlier is None, "refused when the plan was chosen"
             inputs = query, key, value, attention_mask, documents
+            # On one rank the fused kernel keeps its inputs and its output, so there is nothing to recompute.
             return maybe_recomputed(self.recomputes_core and self.training, self._attend_across_ranks, *inputs)
         if self.chunk is not None and self.chunk.earlier is not None:
             key, value = self.chunk.with_earlier(self.layer_number, key, value, self.recomputed)

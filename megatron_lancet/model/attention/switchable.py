@@ -9,11 +9,12 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.attention.sdpa import AttentionPerChunk, SdpaAttention, sdpa_blockers
+from megatron_lancet.model.attention.sdpa import AttentionPerChunk, RecomputedAttention, SdpaAttention, sdpa_blockers
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.registry import model_parts
 
@@ -86,12 +87,12 @@ class SwitchableAttention:
             part.adopt_attention(attention.core_attention)
         core = attention.core_attention
         self._is_te = isinstance(core, AttentionPerChunk) and not isinstance(core, SdpaAttention)
-        if isinstance(core, AttentionPerChunk) and self._is_te:
-            core.recomputes_core = attention.checkpoint_core_attention
-            core.recomputed = recomputed
+        if attention.checkpoint_core_attention and type(core) is DotProductAttention:
+            adopt(core, RecomputedAttention)
+        self._core_class = type(core)
+        if isinstance(core, AttentionPerChunk):
+            core.recomputes_core, core.recomputed = attention.checkpoint_core_attention, recomputed
             attention.checkpoint_core_attention = False  # ours now
-        self._core_class = type(attention.core_attention)
-        self._checkpoints = attention.checkpoint_core_attention
         # Multi-latent attention has its own; other attentions get their positions as an argument.
         self._rotary = (
             getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
@@ -157,21 +158,14 @@ class SwitchableAttention:
             )
 
     def _use_sdpa(self, attention: Any) -> None:
-        if not isinstance(attention.core_attention, SdpaAttention):
+        if not isinstance(attention.core_attention, AttentionPerChunk):
             adopt(attention.core_attention, SdpaAttention)
+        attention.core_attention.__class__ = SdpaAttention
         attention.core_attention.recomputed = self._recomputed
-        # The fused kernel saves its inputs and its output only, so there is nothing to recompute. With context
-        # parallelism its inputs are all ranks' keys and values, which may be gathered again.
-        attention.core_attention.recomputes_core = self._checkpoints and attention.config.context_parallel_size > 1
-        attention.checkpoint_core_attention = False
 
     def use_built(self) -> None:
         """Switches back to what Megatron built."""
-        core = self._attention.core_attention
-        if isinstance(core, SdpaAttention):
-            core.recomputes_core = False
-        core.__class__ = self._core_class
-        self._attention.checkpoint_core_attention = self._checkpoints
+        self._attention.core_attention.__class__ = self._core_class
         if self._rotary is not None:
             self._rotary.__class__ = self._rotary_class
 

@@ -11,11 +11,13 @@ Legend of shapes: m rows of all local experts, e local experts, H hidden.
 """
 
 import copy
+from functools import cached_property
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_lancet.model.adopt import ByPlan, is_of_ddp, refuse_hooks
+from megatron_lancet.model.linear import trains_unwatched
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
 from megatron_lancet.model.local_experts.row_groups import RowGroups
 from megatron_lancet.runtime.device import on_cuda
@@ -56,7 +58,7 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
     @property
     def last_expert_first(self) -> bool:
         """Whether the next forward pass expects the last expert's rows first, as the weights lie in memory."""
-        together = self._together() if self._trains else None
+        together = self._together()
         return together is not None and together.can_group and not self.config.deterministic_mode
 
     def forward(
@@ -73,17 +75,12 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
             Output [m, H]; None, because the bias has been added.
         """
         rows_mH = permuted_local_hidden_states
-        together = self._together() if self._trains else None
+        together = self._together()
         if together is None or not self._runs_by_layer(rows_mH.size(0)):
             return super().forward(rows_mH, tokens_per_expert, permuted_probs)
         last_first = self.last_expert_first
         rows = RowGroups(tokens_per_expert, rows_mH) if last_first else tokens_per_expert.tolist()
         return together(rows_mH, rows, permuted_probs)
-
-    @property
-    def _trains(self) -> bool:
-        """Whether a plan may run this pass. Megatron's own, as in evaluation, have the first expert's rows first."""
-        return self.training and torch.is_grad_enabled()
 
     def _runs_by_layer(self, num_rows: int) -> bool:
         if on_cuda(self.local_experts[0].linear_fc1.weight):
@@ -92,13 +89,13 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
         return self.may_group and self.dp_group.size() == 1 and grouped_is_faster(len(self.local_experts), num_rows)
 
     def _together(self) -> "_LayerByLayer | None":
-        """Returns the local experts as one module, made on the first call; None where that is not possible."""
-        if "_layer_by_layer" not in self.__dict__:
-            # Not registered with Module: it is no part of the model and has no parameters of its own.
-            self.__dict__["_layer_by_layer"] = self._make_together()
-        return self.__dict__["_layer_by_layer"]
+        """Returns the local experts as one module; None where this pass can't run so."""
+        # Megatron's own passes, as in evaluation, have the first expert's rows first.
+        made = self._layer_by_layer if self.training and torch.is_grad_enabled() else None
+        return made if made is not None and all(map(trains_unwatched, made.weights)) else None
 
-    def _make_together(self) -> "_LayerByLayer | None":
+    @cached_property
+    def _layer_by_layer(self) -> "_LayerByLayer | None":
         layers = {
             name: [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         }
@@ -114,6 +111,7 @@ class _LayerByLayer:
 
     Attributes:
         can_group: whether all linear layers can use grouped GEMMs.
+        weights: of all linear layers.
     """
 
     def __init__(self, experts: list[torch.nn.Module], layers: dict[str, list[DeferredLinear]]) -> None:
@@ -124,6 +122,7 @@ class _LayerByLayer:
         """
         self._linears = {name: LinearOfExperts(linears) for name, linears in layers.items()}
         self._stock = [linear for expert_linears in zip(*layers.values(), strict=True) for linear in expert_linears]
+        self.weights = [linear.weight for linear in self._stock]
         self.can_group = all(linear.can_group for linear in self._linears.values())
         self._forward = copy.copy(experts[0])
         self._forward._modules = {**experts[0]._modules, **self._linears}

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.plan.dispatch import DEDUPLICATING_DISPATCHER, ask_for_dedup, rows_in_words
-from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, PADDING, may_overlap
 
 OTHER_DISPATCHERS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
 """Prefixes of other dispatchers' settings: Megatron checks some of them against the dispatcher's type."""
@@ -76,11 +76,10 @@ def _padding_by_experts(args: argparse.Namespace) -> list[str]:
 
     Without fp8 and fp4 the flags stay, and Megatron refuses them.
     """
-    names = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    given = [f"--{name.replace('_', '-')}" for name in PADDING if getattr(args, name)]
     if not given or not (args.fp8 or args.fp4):
         return []
-    for name in names:
+    for name in PADDING:
         setattr(args, name, False)
     return [f"{' '.join(given)}: rows are padded by the experts instead of the router"]
 

@@ -29,6 +29,8 @@ OVERLAP_FLAGS = {
     "--defer-embedding-wgrad-compute": "defer_embedding_wgrad_compute",
 }
 """Megatron's switches that overlap all-to-alls or defer weight gradients, and their names among the arguments."""
+PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+"""Settings by which the router, and not the experts, pads the rows of each expert."""
 OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
 """Value of Megatron's ``--spec`` that selects the overlapping block."""
 _HYBRID_SPECS = (
@@ -259,11 +261,9 @@ RETIRED: tuple[Unsupported, ...] = (
 """Refused in every run."""
 
 OTHER_TASKS: tuple[Unsupported, ...] = (
-    Unsupported("--sft --fim-data", None, "other data"),
+    Unsupported("--sft --fim-data --perform-rl-step", None, "other data"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "shares out packed sequences in its own way"),
-    Unsupported("--perform-rl-step", None, "other data"),
-    Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
-    Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
+    Unsupported("--logits-save-dir --logits-load-dir --yaml-cfg --per-dataset-sequences-path", None, "another run"),
 )
 """Refused in every run, because they ask for something else than to pretrain a model on plain text."""
 
@@ -286,6 +286,8 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
     for flag, name in OVERLAP_FLAGS.items():
         if getattr(args, name):
             yield flag, "drop it, the plan does what it asks for"
+    fields = (*PADDING, "enable_autocast", "quant_recipe")  # of a configuration that a library has built
+    yield from ((name, "unset this field") for name in fields if getattr(args, name, None))
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:

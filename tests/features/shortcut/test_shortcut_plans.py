@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.synthetic_profile import DW_MS, OP_MS, Machine, synthetic_profile
+from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.shortcut.feature import FLAG, check_checkpoint
 from megatron_lancet.features.shortcut.order import NAME
@@ -150,6 +151,17 @@ def test_fixed_plan_has_one_chunk_unless_the_user_says_otherwise(monkeypatch):
 def test_other_models_are_refused(monkeypatch, words, found):
     with pytest.raises(UsageError, match=found):
         chosen(parsed(monkeypatch, *PAIRS, *words))
+
+
+@pytest.mark.parametrize("stock", [["--expert-model-parallel-size", 1], {"plan": PlanChoice.OFF}], ids=["EP 1", "off"])
+def test_identity_experts_need_the_all_to_all_dispatcher(monkeypatch, stock):
+    """Stock modules run Megatron's own dispatcher, whose default is another one."""
+    words, settings = (stock, {}) if isinstance(stock, list) else ([], stock)
+    assert chosen(parsed(monkeypatch, *PAIRS, *words), identity_experts=2, **settings) is None
+    other = parsed(monkeypatch, *PAIRS, *words, "--moe-token-dispatcher-type", "allgather")
+    assert chosen(other, **settings) is None
+    with pytest.raises(UsageError, match=r"type allgather yet\. Pass --moe-token-dispatcher-type alltoall"):
+        chosen(other, identity_experts=2, **settings)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,26 @@ def test_attention_masks_are_split_with_their_samples():
     )
 
 
+def test_attention_bias_is_split_with_its_samples():
+    parts = split_hidden(torch.zeros(2, 5, 1), BATCH)
+    per_sample, shared = torch.randn(5, 3, 2, 2), torch.randn(1, 3, 2, 2)
+    first, second = make_chunks(parts, BATCH, unchunked_micro_batch(attention_bias=per_sample))
+    assert torch.equal(first.attention_bias, per_sample[:3])
+    assert torch.equal(second.attention_bias, per_sample[3:])
+    chunks = make_chunks(parts, BATCH, unchunked_micro_batch(attention_bias=shared))
+    assert all(chunk.attention_bias is shared for chunk in chunks)
+
+
+def test_attention_gets_the_bias_that_it_may_refuse():
+    documents = Documents(((2, 1), (3,)))
+    packed = PackedMicroBatch(documents, documents.positions())
+    bias = torch.randn(1, 3, 3, 3)
+    assert unchunked_micro_batch(attention_bias=bias, packed=packed).attention_bias is bias
+    parts = split_hidden(torch.zeros(3, 5, 1), SEQUENCE)
+    chunks = make_chunks(parts, SEQUENCE, unchunked_micro_batch(attention_bias=bias))
+    assert all(chunk.attention_bias is bias for chunk in chunks)
+
+
 def test_sequence_chunks_have_their_positions():
     parts = split_hidden(torch.zeros(3, 5, 1), SEQUENCE)
     rotary = torch.arange(3).view(3, 1, 1, 1)

@@ -38,7 +38,7 @@ def prepared(plan: Plan, sdpa: bool = False, **settings):
 
 
 def decided(model) -> list[tuple[str, bool, bool, bool]]:
-    """Per layer: core attention's class, whether it is recomputed, experts grouped, dW accumulated in its GEMM."""
+    """Per layer: core attention's class, whether Megatron recomputes it, experts grouped, dW added in its GEMM."""
     return [
         (
             type(layer.self_attention.core_attention).__name__,
@@ -50,8 +50,8 @@ def decided(model) -> list[tuple[str, bool, bool, bool]]:
     ]
 
 
-STOCK = ("DotProductAttention", True, False, False)
-BATCH = ("DotProductAttention", True, True, True)
+STOCK = ("RecomputedAttention", False, False, False)
+BATCH = ("RecomputedAttention", False, True, True)
 FUSED = ("SdpaAttention", False, True, True)
 
 

@@ -67,7 +67,8 @@ def ends(*numbers):
     [
         ({"qkv_format": "sbhd"}, "qkv_format 'sbhd'"),
         ({"cu_seqlens_q": None}, "no cu_seqlens_q"),
-        ({"cu_seqlens_q_padded": ENDS}, "padding between documents"),
+        ({"cu_seqlens_q_padded": ENDS + 1}, "padding between documents"),
+        ({"cu_seqlens_kv_padded": ENDS + 1}, "padding between documents"),
         ({"local_cp_size": 1}, "a context-parallel group of their own"),
         ({"cu_seqlens_kv": ENDS + 1}, "other documents for keys"),
         (ends(0, 2, 7, 12), "end at .2, 7, 12., which does not make 2 samples of 6 tokens"),
@@ -80,6 +81,14 @@ def ends(*numbers):
 def test_other_parameters_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         read(torch.zeros(6, 2, 4), **changes)
+
+
+@pytest.mark.parametrize("padded", [ENDS, ENDS.clone()])
+def test_ends_of_documents_with_their_padding(padded):
+    """verl and NeMo-RL count padding as a part of the document, and pass one tensor in all fields."""
+    four = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ENDS)
+    four |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded)
+    assert read(torch.zeros(6, 2, 4), **four).documents.lengths == ((2, 1, 3), (6,))
 
 
 def test_repeated_ends_count_once():

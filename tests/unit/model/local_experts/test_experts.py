@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.linear import can_defer
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.model.local_experts import module as experts
-from tests.unit.model.local_experts.pair import BF16, HIDDEN, Pair, check_equal
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime import device
+from tests.unit.model.local_experts.pair import BF16, HIDDEN, Pair, check_equal, sequential_experts
 
 SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
 
@@ -89,3 +92,55 @@ def test_hooks_on_experts_that_run_together_are_refused(one_rank, part, register
 )
 def test_experts_are_grouped_by_number_of_rows(num_experts, num_rows, grouped):
     assert experts.grouped_is_faster(num_experts, num_rows) == grouped
+
+
+@pytest.fixture(params=["one by one", "layer by layer", "grouped GEMMs"])
+def pair(one_rank, request):
+    with replaced(device, "_is_cuda", lambda device: request.param == "grouped GEMMs"):
+        pair = Pair()
+        pair.ours.may_group = request.param != "one by one"
+        pair.run([5, 3, 1, 7])
+        yield pair
+
+
+def test_weight_that_is_frozen_later_gets_no_gradient(pair):
+    """Megatron decides on each call."""
+    for model in (pair.stock, pair.ours):
+        model.local_experts[1].linear_fc2.weight.requires_grad_(False)
+    ours = pair.run([5, 3, 1, 7])
+    assert not pair.ours.local_experts[1].linear_fc2.weight.main_grad.any()
+    check_equal(ours, pair.run_stock([5, 3, 1, 7]), 1e-6)
+    pair.ours.local_experts[1].linear_fc2.weight.requires_grad_(True)
+    pair.stock.local_experts[1].linear_fc2.weight.requires_grad_(True)
+    check_equal(pair.run([5, 3, 1, 7]), pair.run_stock([5, 3, 1, 7]), 1e-6)
+
+
+GRADIENT_HOOKS = {
+    "register_hook": lambda grad: grad,
+    "register_post_accumulate_grad_hook": lambda weight: weight.grad,
+}
+
+
+@pytest.mark.parametrize("register", GRADIENT_HOOKS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_later_gradient_hook_gets_the_weight_gradient(pair, register, fused):
+    name = "local_experts.2.linear_fc1.weight"
+    for linear in pair.linears:
+        linear.gradient_accumulation_fusion = fused
+    weight, seen = pair.ours.get_parameter(name), []
+    getattr(weight, register)(lambda of_hook: seen.append(GRADIENT_HOOKS[register](of_hook).clone()))
+    with mock.patch("megatron_lancet.model.linear._accumulate_fused", lambda grad, rows, to: to.add_(grad.t() @ rows)):
+        ours = pair.run([5, 3, 1, 7])
+    check_equal(ours, pair.run_stock([5, 3, 1, 7]), 1e-6)
+    (gradient,) = seen
+    assert torch.equal(gradient, ours[name])
+
+
+@pytest.mark.parametrize("register", GRADIENT_HOOKS)
+def test_weight_with_a_gradient_hook_is_not_deferred(one_rank, register):
+    linear = sequential_experts(2, {}).local_experts[0].linear_fc1
+    assert can_defer(linear)
+    handle = getattr(linear.weight, register)(lambda _: None)
+    assert not can_defer(linear)
+    handle.remove()
+    assert can_defer(linear)

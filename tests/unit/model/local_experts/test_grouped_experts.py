@@ -14,6 +14,7 @@ from megatron_lancet.runtime import device
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from tests.te_cpu import apex
 from tests.unit.model.local_experts.pair import BF16, HIDDEN, Pair, check_equal
 
 SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
@@ -175,6 +176,24 @@ def test_fused_accumulation_keeps_one_kernel_per_weight(on_cuda, monkeypatch):
     assert gemms.call_count == 4
     assert pair.stats.take().num_dw_late == 8
     check_equal(ours, pair.run_stock(SIZES[0]), 1e-6)
+
+
+def test_fused_accumulation_gets_dense_rows(on_cuda, monkeypatch):
+    """Apex's kernel reads them by address; rows of an expert may be a view of a message."""
+    from megatron.core.tensor_parallel import layers
+
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", apex, raising=False)
+    pair, sizes = Pair(), SIZES[0]
+    for linear in pair.linears:
+        linear.gradient_accumulation_fusion = True
+    message, probs = torch.randn(sum(sizes), HIDDEN + 1), torch.ones(sum(sizes))
+    grads = torch.randn(sum(sizes), HIDDEN + 1)[:, :HIDDEN]
+    pair.ours(message[:, :HIDDEN].requires_grad_(), torch.tensor(sizes), probs)[0].backward(grads)
+    ours = [weight.main_grad.clone() for weight in pair.ours.parameters()]
+    rows, grads = (torch.cat(one.detach().split(sizes[::-1])[::-1]) for one in (message[:, :HIDDEN], grads))
+    pair.stock(rows, torch.tensor(sizes), probs)[0].backward(grads)
+    for mine, weight in zip(ours, pair.stock.parameters(), strict=True):
+        assert (mine - weight.grad).norm() <= 1e-6 * weight.grad.norm()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import argparse
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.library.run_arguments import StepShape, run_arguments
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan import support
@@ -17,6 +19,7 @@ from megatron_lancet.training.plan.support import (
     refuse_other_tasks,
     unsupported,
 )
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, small_gpt, transformer_config
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,26 @@ def test_unsupported_flag_with_zero(parser):
     args = parsed(parser, "--save-dgrads-interval", "0", "--mtp-num-layers", "0")
     assert [flag for flag, _ in unsupported(args, validated=True)] == ["--save-dgrads-interval"]
     assert list(Unsupported("--mtp-num-layers", None, "", even_zero=True).found_in(args)) == ["--mtp-num-layers"]
+
+
+FIELDS = {
+    "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True,
+    "enable_autocast": True,
+    "quant_recipe": object(),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.usefixtures("one_rank")
+def test_field_that_only_a_library_sets_is_unsupported(name):
+    """The command line has no flag for it, or maps the flag; a model's own configuration has it."""
+    model = small_gpt(transformer_config(**EXPERTS))
+    args = run_arguments([model], DistributedDataParallelConfig(), StepShape(1, SEQ_LENGTH, 1), 1)
+    assert list(unsupported(args, validated=True)) == []
+    setattr(model.config, name, FIELDS[name])
+    args = run_arguments([model], DistributedDataParallelConfig(), StepShape(1, SEQ_LENGTH, 1), 1)
+    assert list(unsupported(args, validated=True)) == [(name, "unset this field")]
 
 
 @pytest.mark.parametrize(
