@@ -1,5 +1,6 @@
 """The checkpoints of a folder: which one is the latest, and which are complete."""
 
+import argparse
 import json
 import zipfile
 from pathlib import Path
@@ -48,6 +49,21 @@ def read_tracker(folder: Path) -> int | str | None:
     if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS:
         return int(text)
     raise ValueError(f"{tracker} must hold the number of a step; it holds {repr(text[:40]) if text else 'nothing'}")
+
+
+def load_folder(args: argparse.Namespace) -> Path | None:
+    """The folder of persistent checkpoints that Megatron will load from; None if there is none, or no plain one.
+
+    Args:
+        args: Megatron's arguments. It takes ``--pretrained-checkpoint`` where ``--load`` has no tracker file.
+
+    Raises:
+        UsageError: a tracker file is damaged.
+    """
+    folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder and "://" not in folder]
+    if args.pretrained_checkpoint is not None:
+        folders = [folder for folder in folders if tracked_step(folder, args.ckpt_format) is not None]
+    return folders[0] if folders else None
 
 
 def find_damage(checkpoint: Path, ckpt_format: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
@@ -112,11 +112,11 @@ def _train(
     try:
         pretrain(run_config, datasets, ModelType.encoder_or_decoder, step, get_embedding_ranks=ranks)
     except SystemExit as request:
-        if request.code is None:
+        if request.code is None and get_args().ckpt_convert_format is None:  # a conversion ends with exit()
             # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.
             raise SystemExit("error: Megatron ended this rank without a status; it says why above.") from None
         # The exception is not kept: its traceback holds data loaders, whose workers must end before this process.
-        return request.code
+        return request.code or 0
     except dist.DistNetworkError as error:
         if _PORT_IN_USE not in str(error):
             raise

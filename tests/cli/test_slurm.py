@@ -109,12 +109,12 @@ def cluster(tmp_path_factory) -> Mapping[str, str]:
     }
 
 
-def submit(cluster: Mapping[str, str], folder: Path, *arguments: str) -> Job:
+def submit(cluster: Mapping[str, str], folder: Path, *arguments: str, example: str = EXAMPLE) -> Job:
     state = folder / "slurm"
     state.mkdir()
     (folder / "examples").symlink_to(launch.REPO / "examples")
     process = subprocess.Popen(
-        ["sbatch", "--nodes", "2", JOB_SCRIPT, EXAMPLE, *arguments],
+        ["sbatch", "--nodes", "2", JOB_SCRIPT, example, *arguments],
         cwd=folder,
         env={**cluster, "SLURM_STAND_IN": str(state)},
     )
@@ -187,3 +187,27 @@ def test_slurm_job_with_a_wrong_flag_is_not_restarted(cluster, tmp_path):
     assert lines[0].startswith("error: unrecognized arguments: --no-such-flag")
     assert "no new checkpoint since none: not started again" in job.output
     assert "start 1" not in job.output
+
+
+SLOW_TO_SAVE = """
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || exit 0
+trap 'sleep 1; echo node $SLURM_NODEID has saved; exit 3' TERM
+echo ready
+while :; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_slurm_job_lets_ranks_save_at_repeated_signals(cluster, tmp_path, saves):
+    """Without checkpoints it does not start again: each start would train the same steps."""
+    (tmp_path / "slow.sh").write_text(SLOW_TO_SAVE)
+    job = submit({**cluster, **({} if saves else {"CHECKPOINTS": ""})}, tmp_path, example="slow.sh")
+    job.wait_for("both nodes", lambda: job.output.count("ready") == 2)
+    for _ in range(2):
+        os.kill(int((job.state / "batch").read_text()), signal.SIGUSR1)
+        job.wait_for("the trap", lambda: "time limit ahead" in job.output)
+    assert job.end() == (0 if saves else 3)
+    assert job.output.count("time limit ahead") == 1
+    words = "back into the queue" if saves else "failed with status 3 and no new checkpoint"
+    assert job.output.rindex("has saved") < job.output.index(words)
+    assert ("start 1" in job.output) is saves

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.training.async_utils import maybe_finalize_async_save
+from megatron.training.checkpointing import _NON_PERSISTENT_CKPT_SUBDIR
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lancet.checkpoint.files import (
@@ -17,6 +19,7 @@ from megatron_lancet.checkpoint.files import (
     complete_steps,
     find_damage,
     find_missing_files,
+    load_folder,
     name_of,
     tracked_step,
 )
@@ -41,7 +44,7 @@ def check_before_start(args: argparse.Namespace) -> None:
     if folder is None:
         return
     check_loadable(folder, args.ckpt_step, args.ckpt_format, find_missing_files)
-    if args.exit_on_missing_checkpoint and not (args.ckpt_step or tracked_step(folder, args.ckpt_format)):
+    if args.exit_on_missing_checkpoint and (args.ckpt_step or tracked_step(folder, args.ckpt_format)) is None:
         raise UsageError(f"--exit-on-missing-checkpoint: there is no checkpoint in {folder}.")
 
 
@@ -77,13 +80,20 @@ def check_loadable(
 
 
 def _load_folder(args: argparse.Namespace) -> Path | None:
-    """The folder that Megatron will load from; None if it loads nothing, or not from a plain folder."""
+    """As :func:`load_folder`; None also with non-persistent checkpoints."""
     if args.non_persistent_ckpt_type is not None:
         return None  # Megatron takes the newer one of two kinds
-    folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder and "://" not in folder]
-    if args.pretrained_checkpoint is not None:
-        folders = [folder for folder in folders if tracked_step(folder, args.ckpt_format) is not None]
-    return folders[0] if folders else None
+    return load_folder(args)
+
+
+def _save_folder(args: argparse.Namespace, is_persistent: bool) -> Path | None:
+    """The folder that Megatron will save in; None if it is no plain one, or if each rank has its own."""
+    folder = args.save
+    if not is_persistent:
+        if args.non_persistent_ckpt_type != "global":
+            return None
+        folder = args.non_persistent_global_ckpt_dir or f"{folder}/{_NON_PERSISTENT_CKPT_SUBDIR}"
+    return None if "://" in folder else Path(folder)
 
 
 class Checkpoints:
@@ -93,6 +103,7 @@ class Checkpoints:
         self._args = args
         self._format: str = args.ckpt_format
         self._write_error: Exception | None = None
+        self._begun_step: int | None = None
 
     def watched(self) -> AbstractContextManager[None]:
         """Inside the context Megatron loads and saves through this object."""
@@ -142,16 +153,22 @@ class Checkpoints:
         steps = [step for step in complete_steps(folder, self._format) if step != unfit] if folder else []
         return f" Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it." if steps else ""
 
-    def _save(self, step: int, save: Callable[[], Any]) -> Any:
+    def _save(self, step: int, save: Callable[[], Any], is_persistent: bool = True) -> Any:
         """Save, on all ranks.
+
+        Args:
+            is_persistent: False for a checkpoint of ``--non-persistent-save-interval``.
 
         Raises:
             CheckpointError: it could not be saved; the checkpoint before it is still the latest, and complete.
         """
-        if "://" in self._args.save:
+        folder = _save_folder(self._args, is_persistent)
+        if folder is None:
             return save()
-        folder = Path(self._args.save)
-        refusal = from_rank_0(lambda: self._prepare(folder, step))
+        if step == self._begun_step:  # as before a larger batch: --async-save may still write the one before
+            maybe_finalize_async_save(blocking=True)
+        self._begun_step = step
+        refusal = from_rank_0(lambda: self._prepare(folder, step, is_persistent))
         if refusal is not None:
             raise CheckpointError(f"the checkpoint of step {step} was not saved: {refusal} {self._latest(folder)}")
         self._write_error = None
@@ -183,10 +200,12 @@ class Checkpoints:
                 return f"rank {rank}: ", OSError(*error) if error[0] is not None else RuntimeError(error[1])
         return None
 
-    def _prepare(self, folder: Path, step: int) -> str | None:
+    def _prepare(self, folder: Path, step: int, is_persistent: bool) -> str | None:
         """Frees disk space for a checkpoint; returns the missing amount, None if there is enough."""
         try:
             remove_leftover(folder, step)
+            if not is_persistent:
+                return None  # Megatron frees the space of older ones first
             steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]
             needed_bytes = num_bytes_of(folder / name_of(max(steps))) if steps else 0
             if not steps or (free_bytes := shutil.disk_usage(folder).free) >= needed_bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import distrib_optimizer
@@ -24,14 +25,14 @@ from megatron_lancet.training.megatron.patches import training_loop_hooks
 @contextmanager
 def watched_checkpoints(
     load: Callable[[Callable[[], Any]], Any],
-    save: Callable[[int, Callable[[], Any]], Any],
+    save: Callable[[int, Callable[[], Any], bool], Any],
     failed_to_write: Callable[[Exception], None],
 ) -> Iterator[None]:
     """Calls ``load`` and ``save`` where Megatron loads and saves a checkpoint.
 
     Args:
         load: receives Megatron's function, without parameters, and calls it.
-        save: receives the step as well.
+        save: receives the step as well, and whether the checkpoint is a persistent one.
         failed_to_write: receives the error with which this rank failed to write its part; Megatron keeps only its
             class.
     """
@@ -41,7 +42,8 @@ def watched_checkpoints(
 
     def save_checkpoint(stock: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         with _written_under_another_name(iteration):
-            return save(iteration, lambda: stock(iteration, *args, **kwargs))
+            is_persistent = not kwargs.get("non_persistent_ckpt", False)
+            return save(iteration, lambda: stock(iteration, *args, **kwargs), is_persistent)
 
     def write_preloaded_data(stock: Any, *args: Any, **kwargs: Any) -> Any:
         written = stock(*args, **kwargs)
@@ -53,7 +55,7 @@ def watched_checkpoints(
         around(FileSystemWriterAsync, "write_preloaded_data", write_preloaded_data),
         around(training, "load_checkpoint", load_checkpoint),
         around(training, "save_checkpoint", save_checkpoint),
-        around(checkpointing.wandb_utils, "on_save_checkpoint_success", _pass_final_name),
+        _recorded_under_final_name(),
         around(checkpointing.maybe_msc, "open", _open_tracker_atomically),
     ):
         yield
@@ -72,10 +74,39 @@ def _written_under_another_name(step: int) -> AbstractContextManager[None]:
     return around(checkpointing, "get_checkpoint_name", get_checkpoint_name)
 
 
-def _pass_final_name(stock: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
-    """Passes the final path to Weights & Biases, which records it."""
-    path = Path(checkpoint_path)
-    return stock(str(path.with_name(path.name.removeprefix(INCOMPLETE))), *args, **kwargs)
+@contextmanager
+def _recorded_under_final_name() -> Iterator[None]:
+    """Calls Weights & Biases, on the last rank, when rank 0 has renamed the checkpoint: it records an existing path."""
+    recordings: list[Callable[[], Any]] = []
+
+    def record() -> None:
+        while recordings:
+            recordings.pop(0)()
+
+    def record_after_rank_0() -> None:
+        dist.barrier()
+        record()
+
+    def on_save_checkpoint_success(stock: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
+        path = Path(checkpoint_path)
+        final = path.with_name(path.name.removeprefix(INCOMPLETE))
+        recordings.append(lambda: stock(str(final), *args, **kwargs))
+
+    def schedule_async_save(stock: Any, async_request: Any) -> Any:
+        async_request.add_finalize_fn(record_after_rank_0)
+        return stock(async_request)
+
+    def save_checkpoint(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)  # ends with a barrier, unless it is asynchronous
+        record()
+        return result
+
+    with (
+        around(checkpointing.wandb_utils, "on_save_checkpoint_success", on_save_checkpoint_success),
+        around(checkpointing, "schedule_async_save", schedule_async_save),
+        around(training, "save_checkpoint", save_checkpoint),
+    ):
+        yield
 
 
 def _open_tracker_atomically(stock: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

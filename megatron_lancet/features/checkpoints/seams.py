@@ -19,6 +19,7 @@ SEAMS: tuple[Seam, ...] = (
     (filesystem_async, "get_write_results_queue", ("mp_mode",)),
     (FileSystemWriterAsync, "write_preloaded_data", ()),
     (checkpointing.wandb_utils, "on_save_checkpoint_success", ("checkpoint_path",)),
+    (checkpointing, "schedule_async_save", ("async_request",)),
     (checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release")),
 )
 """What ``patches.py`` changes, with the parameters that it reads."""

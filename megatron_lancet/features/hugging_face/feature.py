@@ -18,7 +18,6 @@ from megatron_lancet.features.hugging_face.flags import FROM, SAVE, HuggingFaceF
 from megatron_lancet.features.hugging_face.folders import check_writable, save
 from megatron_lancet.features.hugging_face.source import Source, source_of
 from megatron_lancet.patching import around
-from megatron_lancet.training.megatron.patches import training_loop_hooks
 from megatron_lancet.training.megatron.seams import missing_functions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import Run
@@ -138,12 +137,17 @@ class ActiveHuggingFace(ActiveFeature):
             return result
 
         stack.enter_context(around(training, "save_checkpoint", save_checkpoint))
-        stack.enter_context(training_loop_hooks(after=self._save_last))
+        stack.enter_context(around(training, "train", self._train))
 
-    def _save_last(self) -> None:
-        args = get_args()
-        # curr_iteration is the last step, counted from 0. It is 0 also if no step was left.
-        self._save(max(args.iteration, args.curr_iteration + 1))
+    def _train(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            step, num_flops = stock(*args, **kwargs)
+        except SystemExit as request:
+            if request.code == 0:  # else the last step was not applied
+                self._save(get_args().curr_iteration + 1)  # which counts from 0
+            raise
+        self._save(step)
+        return step, num_flops
 
     def _save(self, step: int) -> None:
         if self._folder is None or step == self._saved_step:

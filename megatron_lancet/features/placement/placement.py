@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lancet.checkpoint.files import name_of, tracked_step
+from megatron_lancet.checkpoint.files import load_folder, name_of, tracked_step
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.placement.flags import PlacementFlags
@@ -60,26 +60,26 @@ def _check_can_place(args: argparse.Namespace, flag: str, plan: Plan | None) -> 
 
 
 def _blockers(args: argparse.Namespace) -> Iterable[tuple[str, str]]:
-    if args.save or args.load:
-        if args.ckpt_format != "torch_dist":
-            yield f"--ckpt-format {args.ckpt_format}", "its files have no numbers of experts; pass torch_dist"
+    if args.save or args.load or args.pretrained_checkpoint:
+        for flag, name in (("--ckpt-format", args.ckpt_format), ("--ckpt-convert-format", args.ckpt_convert_format)):
+            if name not in (None, "torch_dist"):
+                yield f"{flag} {name}", "its files have no numbers of experts; pass torch_dist"
         if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable and _keeps_optimizer(args):
             yield (
                 "--use-distributed-optimizer as it is saved by default",
                 f"optimizer state would be sharded by rank; pass {_RESHARDABLE}",
             )
-    if _is_legacy(args):
-        yield f"the checkpoint in {args.load}", "its files are by rank; save it again with --ckpt-format torch_dist"
+    folder = load_folder(args)
+    if folder is not None and _is_legacy(folder, args):
+        yield f"the checkpoint in {folder}", "its files are by rank; save it again with --ckpt-format torch_dist"
     if args.fp8_param_gather or getattr(args, "fp4_param", False):
         yield "weights that are stored in fp8 or fp4", "they are moved as they are initialised; drop --fp8-param-gather"
 
 
-def _is_legacy(args: argparse.Namespace) -> bool:
+def _is_legacy(folder: Path, args: argparse.Namespace) -> bool:
     """Whether the checkpoint to load has a file for each rank, as ``--ckpt-format torch`` writes it."""
-    if not args.load or "://" in args.load:
-        return False
-    step = args.ckpt_step or tracked_step(Path(args.load), args.ckpt_format)
-    return step is not None and any((Path(args.load) / name_of(step)).glob("mp_rank_0*"))
+    step = args.ckpt_step or tracked_step(folder, args.ckpt_format)
+    return step is not None and any((folder / name_of(step)).glob("mp_rank_0*"))
 
 
 def _keeps_optimizer(args: argparse.Namespace) -> bool:

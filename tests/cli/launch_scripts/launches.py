@@ -32,6 +32,9 @@ COUNTS: dict[str, tuple[int | None, str]] = {
         *(16, "deepspeed with a hostfile of 2 hosts"),
     ),
     "mpirun -H a:8,b:8 -x A=1 --allow-run-as-root -mca pml ob1 python {train}": (16, "mpirun with 2 hosts"),
+    "mpirun -H a,b -N 8 python {train}": (16, "mpirun with 2 hosts"),
+    "mpirun --host a:8,b:8 --npernode 4 python {train}": (8, "mpirun with 2 hosts"),
+    "mpirun --host a,b,a python {train}": (3, "mpirun with 2 hosts"),
     "#SBATCH -N 2 --gpus-per-node=4 --ntasks-per-gpu=1\nsrun python {train}": (
         *(8, "#SBATCH --nodes=2 --gpus-per-node=4 --ntasks-per-gpu=1"),
     ),

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch import launch as launches
+from megatron_lancet.lab.launch.isolated import sandbox, script
 from megatron_lancet.lab.launch.isolated.script import NotIsolatedError
 from megatron_lancet.lab.launch.launch import launch_of_script
 
@@ -133,6 +135,30 @@ def test_python_under_a_launcher_never_trains(tmp_path, monkeypatch):
     (tmp_path / "train.sh").write_text("srun -n 16 python train.py --config model.json")
     found = launch_of_script(tmp_path / "train.sh", [])
     assert (found.words, found.num_ranks) == (["--config", "model.json"], 16)
+
+
+LOOP = "while true; do sleep 1; done"
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("text", [f"{LOOP} &\n{LAUNCH} &", f"{LAUNCH}\n{LOOP}"], ids=["background", "foreground"])
+def test_launch_of_a_script_that_goes_on_is_read(tmp_path, monkeypatch, text, trusted):
+    """What it leaves in the background is ended soon after it, and it itself at the limit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "LIMIT_S", 20.0 if text.startswith(LOOP) else 4.0)
+    (tmp_path / "train.sh").write_text(text)
+    start_s = time.monotonic()
+    assert launch_of_script(tmp_path / "train.sh", [], trusted=trusted).num_ranks == 8
+    assert time.monotonic() - start_s < 4.0 + 2 * sandbox.GRACE_S
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_script_that_never_launches_is_ended(tmp_path, monkeypatch, trusted):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "LIMIT_S", 2.0)
+    (tmp_path / "train.sh").write_text(f"false\n{LOOP}")
+    with pytest.raises(UsageError, match="ran for over 2 s without any training"):
+        launch_of_script(tmp_path / "train.sh", [], trusted=trusted)
 
 
 @pytest.fixture

@@ -203,19 +203,20 @@ def _mpirun(name: str, words: Sequence[str]) -> list[str]:
     options, rest = split(words, grammars.MPI, _is_command)
     hosts = _hosts(options, ("hostfile", "machinefile", "f", "default-hostfile"))
     of_job = pbs.hosts_of(os.environ) if not hosts else {}
-    named = ",".join((*options.get("H", []), *options.get("host", []))).split(",")
-    named = [item for item in named if item]
+    named: dict[str, int] = {}
+    for item in ",".join((*options.get("H", []), *options.get("host", []))).split(","):
+        host, _, slots = item.partition(":")
+        if host:
+            named[host] = named.get(host, 0) + (slurm.leading(slots) or 1)
     found = next(((key, values[-1]) for key, values in options.items() if key in ("np", "n", "c")), None)
     of_node = next((values[-1] for key, values in options.items() if key in ("npernode", "ppn", "N", "ppr")), "")
+    each = slurm.leading(of_node)
     tasks, source = (slurm.leading(found[1]), f"{name} -{found[0]} {found[1]}") if found else (None, "")
     if tasks is None and hosts:
-        each = slurm.leading(of_node)
         tasks, source = _on(hosts, each), f"{name}'s hostfile of {len(hosts)} hosts"
     elif tasks is None and named:
-        tasks = sum(slurm.leading(item.partition(":")[2]) or 1 for item in named)
-        source = f"{name} with {len(named)} hosts"
+        tasks, source = _on(named, each), f"{name} with {len(named)} hosts"
     elif tasks is None and of_job:
-        each = slurm.leading(of_node)
         fact = slurm.read_facts(os.environ).get(slurm.NODES if each else slurm.TASKS)
         tasks = _on(of_job, each)
         source = slurm.joined(fact.source if fact else pbs.NODEFILE, f"{name} --ppn {each}" if each else name)

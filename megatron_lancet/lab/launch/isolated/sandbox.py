@@ -23,6 +23,8 @@ from pathlib import Path
 
 NOT_ISOLATED = 125
 """Exit status if the isolation fails."""
+GRACE_S = 5
+"""Time that processes in the background have to start their training after the command has ended."""
 RECORD, WORK, TEMPORARY = "record", "work", "tmp"
 """Names in the scratch folder."""
 _MAX_RECORD_BYTES = 1 << 24
@@ -207,7 +209,7 @@ def filter_of_calls(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def run_as_first_process(command: list[str], work: Path, record_fd: int) -> None:
-    """Runs the command as a child of this process, the first of its namespace, and exits after the last child."""
+    """Runs the command as a child of this process, the first of its namespace, and exits soon after it."""
     try:
         _prctl(_PDEATHSIG, signal.SIGKILL)
         _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
@@ -216,11 +218,14 @@ def run_as_first_process(command: list[str], work: Path, record_fd: int) -> None
     except OSError as error:
         _write(record_fd, _told(error))
         os._exit(NOT_ISOLATED)
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os.execv(command[0], command)  # noqa: S606
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))  # the kernel then ends the rest
     with suppress(ChildProcessError):  # none is left
         while True:
-            os.wait()
+            if os.wait()[0] == child:
+                signal.alarm(GRACE_S)
     os._exit(0)
 
 
@@ -244,7 +249,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def main() -> None:
-    """Runs the command and exits after it."""
+    """Runs the command, exits after it and writes its record; SIGTERM ends the command."""
     scratch, record_fd, command = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(record_fd, False)
     try:
@@ -256,6 +261,7 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         run_as_first_process(command, work, record_fd)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) != NOT_ISOLATED:
         _write(record_fd, read_record(scratch / RECORD))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megatron_lancet.lab.launch.isolated.launchers import STAND_INS, Launcher, r
 from megatron_lancet.lab.launch.isolated.stand_ins import BASH_ENV, RECORD, START, write_stand_ins
 
 LIMIT_S = 60.0
+_POLL_S = 0.2
 _NO_CLOBBER = {"SHELLOPTS": "noclobber"}
 """Makes bash refuse to overwrite files: without isolation, the script must not empty the log of an earlier run."""
 
@@ -83,7 +85,7 @@ def run_script(script: Path, arguments: Sequence[str], defaults: Mapping[str, st
 
     Raises:
         NotIsolatedError: this machine cannot isolate it.
-        UsageError: the script runs for more than a minute, or bash is not installed.
+        UsageError: the script runs for more than a minute without a launch, or bash is not installed.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -101,12 +103,15 @@ def run_script(script: Path, arguments: Sequence[str], defaults: Mapping[str, st
         environment |= pbs.node_file(environment, job)
         command = [bash, str(script.absolute()), *arguments]
         if isolated:
-            text, output = _run_isolated(command, environment, scratch, record)
+            text, output, is_over = _run_isolated(command, environment, scratch, record)
         else:
-            text, output = _run_trusted(command, environment, scratch)
+            text, output, is_over = _run_trusted(command, environment, scratch)
     lines = text.splitlines()
+    started = [_started(line, script) for line in lines if not line.startswith(_FAILED)]
+    if is_over and not started:
+        raise UsageError(f"{script} ran for over {LIMIT_S:g} s without any training. Pass Megatron's flags.")
     failed = [found for line in lines if (found := _failed(line)) is not None]
-    return Outcome([_started(line, script) for line in lines if not line.startswith(_FAILED)], failed, output)
+    return Outcome(started, failed, output)
 
 
 def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
@@ -123,34 +128,39 @@ def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
     }
 
 
-def _run_isolated(command: list[str], environment: dict[str, str], scratch: Path, record: IO[bytes]) -> tuple[str, str]:
+def _run_isolated(
+    command: list[str], environment: dict[str, str], scratch: Path, record: IO[bytes]
+) -> tuple[str, str, bool]:
+    """Returns the record, the output, and whether the command was ended at the limit."""
     if sys.platform != "linux":
         raise NotIsolatedError("the system is not Linux")
     helper = [sys.executable, "-I", "-S", sandbox.__file__, str(scratch), str(record.fileno())]
-    status, output = _run([*helper, *command], command[1], environment, Path.cwd(), (record.fileno(),))
+    status, output = _run([*helper, *command], environment, Path.cwd(), (record.fileno(),))
     record.seek(0)
     text = record.read().decode(errors="replace")
-    if status != 0:
+    if status:
         reason = output.strip()
         with suppress(ValueError, KeyError, TypeError):
             reason = json.loads(text)["error"]
         raise NotIsolatedError(reason or f"status {status}")
-    return text, output
+    return text, output, status is None
 
 
-def _run_trusted(command: list[str], environment: dict[str, str], scratch: Path) -> tuple[str, str]:
+def _run_trusted(command: list[str], environment: dict[str, str], scratch: Path) -> tuple[str, str, bool]:
+    """Like :func:`_run_isolated`, without the isolation."""
     work = scratch / sandbox.WORK
     work.mkdir()
     (scratch / sandbox.TEMPORARY).mkdir()
     sandbox.link_entries(Path.cwd(), work)
-    _, output = _run(command, command[1], environment, work)
+    status, output = _run(command, environment, work)
     record = scratch / sandbox.RECORD
-    return record.read_text(errors="replace") if record.is_file() else "", output
+    return record.read_text(errors="replace") if record.is_file() else "", output, status is None
 
 
 def _run(
-    command: list[str], script: str, environment: dict[str, str], folder: Path, descriptors: tuple[int, ...] = ()
-) -> tuple[int, str]:
+    command: list[str], environment: dict[str, str], folder: Path, descriptors: tuple[int, ...] = ()
+) -> tuple[int | None, str]:
+    """Returns the exit status, None for a command that was ended at the limit, and the output."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -163,15 +173,26 @@ def _run(
         errors="replace",
         start_new_session=True,
     )
+    status: int | None = None
+    end_s = time.monotonic() + LIMIT_S
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"{script} ran for over {LIMIT_S:g} s without any training. Pass Megatron's flags.") from None
+        while time.monotonic() < end_s:
+            with suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=_POLL_S)
+                return process.returncode, output
+            if status is None and (status := process.poll()) is not None:
+                end_s = min(end_s, time.monotonic() + sandbox.GRACE_S)
+        process.terminate()  # the sandbox then writes its record
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(sandbox.GRACE_S)
     finally:
         with suppress(ProcessLookupError):  # includes the script's background processes
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return process.returncode, output
+    output = ""
+    with suppress(subprocess.TimeoutExpired):  # a process that has left the session still has the pipe
+        output, _ = process.communicate(timeout=sandbox.GRACE_S)
+    return status, output
 
 
 def _failed(line: str) -> Failed | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_lancet.checkpoint.files import TRACKER
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import CheckpointError, UsageError
 from megatron_lancet.features.checkpoints import load_save, sigterm
@@ -24,9 +25,9 @@ Usage = namedtuple("Usage", "total used free")
 def arguments(folder, **changes) -> SimpleNamespace:
     known = {
         "load": str(folder), "save": str(folder), "ckpt_step": None, "ckpt_format": "torch_dist",
-        "pretrained_checkpoint": None, "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": False,
+        "pretrained_checkpoint": None, "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None,
+        "exit_on_missing_checkpoint": False, "async_save": False,
         "exit_signal_handler": False, "exit_signal_handler_for_training": False,
-        "async_save": False,
     }  # fmt: skip
     return SimpleNamespace(**{**known, **changes})
 
@@ -134,6 +135,12 @@ def test_check_before_start_looks_where_megatron_loads(folder, tmp_path):
     check_before_start(arguments(nothing))
     with pytest.raises(UsageError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
         check_before_start(arguments(nothing, exit_on_missing_checkpoint=True))
+
+
+def test_checkpoint_of_step_0_is_no_missing_one(folder):
+    (folder / "iter_0000006").rename(folder / "iter_0000000")
+    (folder / TRACKER).write_text("0")
+    check_before_start(arguments(folder, exit_on_missing_checkpoint=True))
 
 
 @pytest.mark.parametrize(

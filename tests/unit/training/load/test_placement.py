@@ -28,8 +28,10 @@ def arguments(**changes: object) -> SimpleNamespace:
         "pipeline_model_parallel_size": 1,
         "save": None,
         "load": None,
+        "pretrained_checkpoint": None,
         "ckpt_step": None,
         "ckpt_format": "torch_dist",
+        "ckpt_convert_format": None,
         "no_save_optim": False,
         "no_load_optim": False,
         "finetune": False,
@@ -80,6 +82,8 @@ def test_predictions_have_numbers_behind_the_layers(placed):
         ({}, None, "needs the overlapping block, .* Drop it, or --lancet-plan off"),
         ({"num_experts": 8}, PLAN, "layer 2 has 4 experts, this model has --num-experts 8"),
         ({"moe_layer_freq": [1, 0, 0]}, PLAN, "layer 2 has no experts in this model, which has them in layers 1"),
+        ({"pretrained_checkpoint": "there", "ckpt_format": "torch"}, PLAN, "does not work with --ckpt-format torch"),
+        ({"load": "there", "ckpt_convert_format": "torch"}, PLAN, "does not work with --ckpt-convert-format torch: "),
         ({"save": "there", "ckpt_format": "torch"}, PLAN, "does not work with --ckpt-format torch: .* pass torch_dist"),
         (
             {"save": "there", "use_distributed_optimizer": True},
@@ -112,8 +116,10 @@ def test_checkpoints_without_state_by_rank_are_allowed(placed, changes):
 def test_a_checkpoint_with_files_by_rank_is_refused(placed, tmp_path):
     (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(UsageError, match=r"its files are by rank; save it again with --ckpt-format torch_dist"):
-        choose_placement(arguments(load=str(tmp_path)), placed({2: (3, 1, 2, 0)}), PLAN)
+    here, empty = str(tmp_path), str(tmp_path / "none")
+    for changes in ({"load": here}, {"load": empty, "pretrained_checkpoint": here}):
+        with pytest.raises(UsageError, match=rf"in {here}: its files are by rank; save it again with --ckpt-format"):
+            choose_placement(arguments(**changes), placed({2: (3, 1, 2, 0)}), PLAN)
 
 
 def test_a_damaged_file_is_refused(tmp_path):
