@@ -146,6 +146,9 @@ class Steering(ActiveFeature):
         """Whether the run has its final plan; the same on all ranks."""
         return True
 
+    def step_changed(self) -> None:
+        """Notes that steps under the final plan run otherwise from now on. Called at the same step on all ranks."""
+
 
 class Feature:
     """An optional part of a run. Every method may be left out.

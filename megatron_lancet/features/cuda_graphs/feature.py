@@ -128,21 +128,30 @@ class CudaGraphs(Feature):
         """Captures the run's layers."""
         if not self.is_asked(run.facts.args, run.config):
             return None
-        return ActiveGraphs(run.setup, run.is_settled, run.facts.args.cuda_graph_warmup_steps)
+        return ActiveGraphs(
+            run.setup, run.is_settled, run.facts.args.cuda_graph_warmup_steps, run.steering.step_changed
+        )
 
 
 class ActiveGraphs(ActiveFeature):
     """Captures graphs between two steps, and drops them when the plan changes."""
 
-    def __init__(self, setup: Any, is_settled: Callable[[], bool], num_warmup_steps: int) -> None:
+    def __init__(
+        self,
+        setup: Any,
+        is_settled: Callable[[], bool],
+        num_warmup_steps: int,
+        step_changed: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             setup: :class:`~megatron_lancet.training.overlap_setup.OverlapSetup`.
             is_settled: whether the run has its final plan.
             num_warmup_steps: eager steps under the final plan before the capture; at least one.
+            step_changed: called after each capture: a step takes less time from then on.
         """
         self.stages: Sequence[StageGraphs] = ()
-        self._setup, self._is_settled = setup, is_settled
+        self._setup, self._is_settled, self._step_changed = setup, is_settled, step_changed
         self._num_eager_steps = max(1, num_warmup_steps)
         self._num_steps = 0
         self._capture_s = 0.0
@@ -156,6 +165,7 @@ class ActiveGraphs(ActiveFeature):
             self._num_steps = 0
         elif self._num_steps == self._num_eager_steps:
             self._capture()
+            self._step_changed()
         for stage in self.stages:
             stage.begin_step()
         self._num_steps += 1

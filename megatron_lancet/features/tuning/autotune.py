@@ -19,6 +19,7 @@ from megatron_lancet.feature import Steering
 from megatron_lancet.features.tuning.controller import NO_OVERLAP, PlanningFailed, TuningController, TuningState
 from megatron_lancet.features.tuning.pay_off import PayOff
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
+from megatron_lancet.features.tuning.profile_steps import num_steps_left
 from megatron_lancet.features.tuning.race import has_kernel
 from megatron_lancet.features.tuning.report import speed_up, tuning_text
 from megatron_lancet.features.tuning.tuned_plan import ATTRIBUTE, TunedPlan
@@ -74,7 +75,6 @@ class AutoTune(Steering):
         self._pay_off = PayOff()
         self._tuned_steps: list[list[int]] = []
         self._from_checkpoint: str | None = None
-        self._made_for: dict[str, str] = {}
         self._started = False
         self._how = ""
         self._num_lines_said = 0
@@ -107,7 +107,8 @@ class AutoTune(Steering):
             self._profile_on()
         else:
             result = step()
-            if controller.state is not TuningState.FIXED and controller.step_done(self._maker.num_micro_batches()):
+            counts = controller.state is not TuningState.FIXED and not self._was_skipped(result)
+            if counts and controller.step_done(self._maker.num_micro_batches()):
                 self._act(controller.decide(self._measured(controller.num_measured_steps)))
         self._say()
         if tunes:
@@ -115,6 +116,15 @@ class AutoTune(Steering):
         elapsed_ms = (self._clock_s() - start_s) * 1e3
         self._pay_off.add(iteration, elapsed_ms, controller.compared, not tunes, self._maker.num_micro_batches())
         return result
+
+    def _was_skipped(self, result: Any) -> bool:
+        """Whether a step of the warm-up is not to be counted: the optimizer allocates its state in its first own step,
+        and a plan needs to know the memory left. Collective in fp16, where steps are skipped until the loss scale fits.
+        """
+        if not self._args.fp16 or self._controller.state is not TuningState.WARM_UP:
+            return False
+        # Megatron's train_step returns (losses, skipped, ...); a library's step says nothing about the optimizer.
+        return any(from_all_ranks(isinstance(result, tuple) and bool(result[1])))
 
     def _note_tuned(self, iteration: int) -> None:
         """Adds a step to the ranges of steps that tuning used."""
@@ -126,6 +136,10 @@ class AutoTune(Steering):
     def is_settled(self) -> bool:
         """Whether the present step runs by the plan that the run has chosen to keep."""
         return self._controller.state in (TuningState.WATCH, TuningState.FIXED)
+
+    def step_changed(self) -> None:
+        """Lets the next steps of the chosen plan be the reference of drift."""
+        self._controller.step_changed()
 
     def summary(self) -> Mapping[str, Any]:
         """How the plan was found, see :func:`~megatron_lancet.features.tuning.report.tuning_text`."""
@@ -166,16 +180,16 @@ class AutoTune(Steering):
     def _start(self) -> None:
         """Decides how to begin, in the first step: by then a checkpoint may have been loaded."""
         controller, args = self._controller, self._args
-        self._made_for = self._maker.made_for()
+        made_for = self._maker.made_for()
         if self._from_checkpoint is not None:
-            tuned, line = from_rank_0(self._tuned_plan_that_fits)
+            tuned, line = from_rank_0(lambda: self._tuned_plan_that_fits(made_for))
             if tuned is not None:
                 self._how = "taken from the checkpoint"
                 setattr(args, ATTRIBUTE, self._from_checkpoint)  # until it has been measured
                 self._act(controller.take_over(tuned.plan, tuned.baseline, tuned.prediction, line))
                 return
             controller.note(line)
-        num_left = args.train_iters - args.curr_iteration
+        num_left = num_steps_left(args, args.curr_iteration)
         num_needed = controller.num_steps_to_plan(self._maker.num_steps())
         if num_left < num_needed:
             self._how = f"fixed, because {num_left} steps are too few to find one: {num_needed} are needed"
@@ -183,13 +197,13 @@ class AutoTune(Steering):
             return
         controller.note(f"tunes during the first {num_needed} steps, starting without overlap")
 
-    def _tuned_plan_that_fits(self) -> tuple[TunedPlan | None, str]:
+    def _tuned_plan_that_fits(self, made_for: dict[str, str]) -> tuple[TunedPlan | None, str]:
         assert self._from_checkpoint is not None
         try:
             tuned = TunedPlan.from_json(self._from_checkpoint, "the checkpoint's plan")
         except RecordError as error:
             return None, f"{error}: tuning anew"
-        misfit = tuned.misfit(self._made_for)
+        misfit = tuned.misfit(made_for)
         if misfit is not None:
             return None, f"the checkpoint's plan was made for another run: {misfit}: tuning anew"
         return tuned, f"{plan_text(tuned.plan)}, from the checkpoint: {tuned.chosen} when it was chosen"
@@ -202,8 +216,7 @@ class AutoTune(Steering):
         if controller.profiled is None and not controller.settled:
             # In the first step under a plan saved activations are counted.
             controller.profiled_first(self._setup.plan, self._measured(self._recorder.num_steps - 1))
-        if plan is not None:
-            self._switch(plan)
+        if plan is not None and self._switch_for_profile(plan):
             return
         try:
             planned = self._maker.make()
@@ -211,8 +224,17 @@ class AutoTune(Steering):
             self._how = f"no plan was found: {failure}"
             self._act(self._controller.planning_failed(str(failure)))
             return
-        self._how, self._made_for = planned.why, self._maker.made_for()  # the batch may have grown
+        self._how = planned.why
         self._act(self._controller.planned(planned))
+
+    def _switch_for_profile(self, plan: Plan | None) -> bool:
+        """Switches to the next plan of the profile that all ranks can run; returns whether there is one."""
+        before = self._setup.plan
+        while plan is not None and (reason := self._failure(plan)) is not None:
+            self._maker.drop(reason)
+            self._switch(before)  # where the profile ends, its links are measured under one plan
+            plan = self._maker.next_plan()
+        return plan is not None
 
     def _act(self, plan: Plan | None) -> None:
         """Does what the controller has decided: profiles, or switches to ``plan`` if there is one."""
@@ -227,18 +249,17 @@ class AutoTune(Steering):
                 plan = controller.plan_failed(reason)
         if controller.state is TuningState.WATCH:  # checkpoints contain Megatron's arguments
             assert controller.chosen is not None
-            kept = TunedPlan(
-                controller.plan, self._made_for, controller.chosen, controller.baseline, controller.prediction
-            )
+            made_for = self._maker.made_for()  # the batch may have grown
+            kept = TunedPlan(controller.plan, made_for, controller.chosen, controller.baseline, controller.prediction)
             setattr(self._args, ATTRIBUTE, kept.to_json())
 
     def _failure(self, plan: Plan) -> str | None:
         """Switches to a plan, or says why some rank can't run it. Collective.
 
         Raises:
-            UsageError: the plan does not race, so there is no other in its place.
+            UsageError: the plan is neither profiled nor races, so there is no other in its place.
         """
-        if self._controller.state is not TuningState.RACE:
+        if self._controller.state not in (TuningState.PROFILE, TuningState.RACE):
             self._switch(plan)
             return None
         reason: str | None = None

@@ -134,6 +134,7 @@ class TuningController:
         self._num_steps = 0
         self._num_unmeasured = NUM_WARM_UP_STEPS
         self._num_departed = 0
+        self._reference: StepStats | None = None
         self._num_steps_since_plan: int | None = None
 
     @property
@@ -215,6 +216,11 @@ class TuningController:
             self.baseline = self.profiled
         self.note(f"{plan_in_words(plan)}: {self.profiled}")
 
+    def step_changed(self) -> None:
+        """Takes the next measurement as the reference of drift: from this step on the chosen plan runs otherwise."""
+        self._reference = None
+        self._num_steps, self._num_unmeasured, self._num_departed = 0, NUM_SETTLE_STEPS, 0
+
     def planned(self, planned: Planned) -> Plan:
         """Starts a race between the planner's plans, the present one, and no overlap."""
         assert self.state is TuningState.PROFILE
@@ -276,16 +282,16 @@ class TuningController:
 
     def _watched(self, stats: StepStats) -> None:
         """Starts a new profile if the exposed time has changed since the plan was chosen, and stays changed."""
-        assert self.chosen is not None
-        moved_ms = stats.exposed_ms - self.chosen.exposed_ms
-        threshold_ms = DRIFT_SHARE * self.chosen.step_ms + exposed_noise_ms(self.chosen, stats)
+        reference = self._reference = self._reference or stats
+        moved_ms = stats.exposed_ms - reference.exposed_ms
+        threshold_ms = DRIFT_SHARE * reference.step_ms + exposed_noise_ms(reference, stats)
         self._num_departed = self._num_departed + 1 if abs(moved_ms) > threshold_ms else 0
         too_soon = self._num_steps_since_plan is not None and self._num_steps_since_plan < MIN_STEPS_BETWEEN_PLANS
         if self._num_departed < NUM_DRIFT_WINDOWS or too_soon:
             return
         self.note(
             f"exposed time is {stats.exposed_ms:.1f} ms a step for {NUM_DRIFT_WINDOWS * self.num_tune_steps} steps, "
-            f"{self.chosen.exposed_ms:.1f} ms when the plan was chosen: planning anew"
+            f"{reference.exposed_ms:.1f} ms when the plan was chosen: planning anew"
         )
         self.chosen, self.state = stats, TuningState.PROFILE
 
@@ -295,7 +301,7 @@ class TuningController:
         return self._to(TuningState.VERIFY, plan, NUM_FIRST_SETTLE_STEPS, line)
 
     def _settle(self, plan: Plan, stats: StepStats, *lines: str, switch: bool = False) -> Plan | None:
-        self.chosen, self.settled, self._num_departed = stats, True, 0
+        self.chosen, self._reference, self.settled, self._num_departed = stats, stats, True, 0
         self._to(TuningState.WATCH, plan, NUM_FIRST_SETTLE_STEPS if switch else 0, *lines)
         return plan if switch else None
 

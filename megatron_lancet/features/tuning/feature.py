@@ -9,7 +9,7 @@ from megatron_lancet.features.tuning.autotune import AutoTune
 from megatron_lancet.features.tuning.controller import TuningController
 from megatron_lancet.features.tuning.flags import TuningFlags
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.features.tuning.profile_steps import plans_within
+from megatron_lancet.features.tuning.profile_steps import num_steps_left, plans_within
 from megatron_lancet.features.tuning.profile_to_file import FLAG, ProfileToFile, check_can_profile
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.profiler.measure import MIN_TOKENS_OF_CHUNK, num_profile_steps
@@ -47,8 +47,8 @@ class TuningFeature(Feature):
         if not is_tuned(args, config):
             return line, None
         num_steps = num_tuning_steps(args, config)
-        if facts.is_dry_run and args.train_iters is not None and args.train_iters < num_steps:
-            return f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)", None
+        if facts.is_dry_run and args.train_iters is not None and (num := num_steps_left(args)) < num_steps:
+            return f"{line} (fixed: {num} steps are fewer than the {num_steps} that tuning takes)", None
         fewer = "" if config.of(TuningFlags).cache_dir is None else " (fewer with a cached profile)"
         line = f"auto (tuned during training); runs shorter than {num_steps} steps{fewer} use {line}"
         return line, planning_limits(args, config)

@@ -35,6 +35,7 @@ from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
 from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.schedule.plan import DwPolicy, Plan, plan_without_overlap
+from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import may_use_sdpa
 from megatron_lancet.training.plan.limits import planning_limits
@@ -81,7 +82,6 @@ class ProfilingPlanMaker:
         self._limits = planning_limits(args, config)
         self._plans = plans_within(args, config, self._limits)
         self._cache_dir = config.of(TuningFlags).cache_dir
-        self._reduction = reduction_of(args, config)
         with_kernel = Candidate(replace(plan_without_overlap(), fused_attention=True), "no overlap, fused attention")
         self._kernel = with_kernel if may_use_sdpa(args, config) else None
         self._key: ProfileKey | None = None
@@ -152,6 +152,12 @@ class ProfilingPlanMaker:
         assert self._steps is not None
         return self._steps.run_step(step)
 
+    def drop(self, reason: str) -> None:
+        """Leaves the next plan out of the profile, because some rank's model can't run it."""
+        assert self._steps is not None
+        self._note(f"{self._steps.next_plan} is not profiled: {reason}")
+        self._steps.drop()
+
     def make(self) -> Planned:
         """Makes the plan on rank 0, and broadcasts it.
 
@@ -168,6 +174,9 @@ class ProfilingPlanMaker:
 
     def _model(self) -> ProfiledModel:
         return profiled_model(self._args, self._config, self._setup, self._device)
+
+    def _reduction(self) -> GradientReduction | None:
+        return reduction_of(self._args, self._config, self._setup.stages)
 
     def _look_up(self) -> bool:
         """Whether rank 0 has a profile already, from this run or from the cache."""
@@ -219,7 +228,7 @@ class ProfilingPlanMaker:
         plan = self._steps.plans[0]
         measured_ms = found.measured_steps_ms[str(plan)]
         try:
-            profile = with_reduction(self._refreshed(found), self._reduction)
+            profile = with_reduction(self._refreshed(found), self._reduction())
             in_stages = split_at_stages(plan, profile.model.stage_of_layer)
             predicted_ms = Simulator(CostModel(profile)).expected_step(in_stages).step_ms
         except RecordError:
@@ -246,9 +255,9 @@ class ProfilingPlanMaker:
             if self._refreshes:
                 self.profile = self._refreshed(found)
             else:
-                self.profile = with_own_reduction(found, self._reduction, self._plans)
+                self.profile = with_own_reduction(found, self._reduction(), list(dict.fromkeys(self._steps.plans)))
             self._keep(self.profile)
-            profile = self.profile = with_reduction(self.profile, self._reduction)
+            profile = self.profile = with_reduction(self.profile, self._reduction())
             bound_bytes = memory_bound_bytes(profile, [self._plan_before, *self._steps.plans], room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))

@@ -22,6 +22,18 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.support import micro_batch_shape
 
 
+def num_steps_left(args: argparse.Namespace, num_done: int = 0) -> int:
+    """Steps until Megatron ends the run, at most: at its last iteration, or where an option ends a part of a run.
+
+    Args:
+        num_done: the run's iterations so far.
+    """
+    ends = [args.train_iters, *(end for end in args.phase_transition_iterations or () if end > num_done)]
+    if args.exit_interval:
+        ends.append(num_done - num_done % args.exit_interval + args.exit_interval)
+    return int(min(ends)) - num_done
+
+
 def profiled_model(
     args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
 ) -> ProfiledModel:
@@ -92,6 +104,11 @@ class ProfileSteps:
             result = step()
         self._num_done += 1
         return result
+
+    def drop(self) -> None:
+        """Leaves out :attr:`next_plan`, none of whose steps has run."""
+        dropped = self.next_plan
+        self._run.plans = [plan for plan in self.plans if plan != dropped]
 
     def finish(self) -> Profile:
         """Measures the links and makes the profile. Collective over all ranks, after the last step."""

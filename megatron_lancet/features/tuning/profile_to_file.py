@@ -12,7 +12,13 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Steering
 from megatron_lancet.features.tuning.flags import TuningFlags
-from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
+from megatron_lancet.features.tuning.profile_steps import (
+    ProfileSteps,
+    num_steps_left,
+    plans_within,
+    profiled_model,
+    with_own_reduction,
+)
 from megatron_lancet.features.tuning.reductions import reduction_of
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
@@ -41,8 +47,12 @@ def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan
     if args.save or args.load:
         raise UsageError(f"{FLAG} ends the run after some steps and keeps no weights: drop --save and --load.")
     num_steps = num_profile_steps(plans_within(args, config, planning_limits(args, config)))
-    if args.train_iters is None or args.train_iters < num_steps:
-        raise UsageError(f"{FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {args.train_iters}.")
+    num_left = None if args.train_iters is None else num_steps_left(args)
+    if num_left is None or num_left < num_steps:
+        raise UsageError(
+            f"{FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {num_left}, and no --exit-interval "
+            "or --phase-transition-iterations that ends the run sooner."
+        )
 
 
 class ProfileToFile(Steering):
@@ -89,7 +99,9 @@ class ProfileToFile(Steering):
         profile = steps.finish()
         if dist.get_rank() == 0:
             assert self._file is not None
-            profile = with_own_reduction(profile, reduction_of(self._args, self._config), self._plans)
+            profile = with_own_reduction(
+                profile, reduction_of(self._args, self._config, self._setup.stages), self._plans
+            )
             write(self._file, profile)
         # The loop compares the two before each step, and counts this step afterwards.
         self._args.train_iters = self._args.curr_iteration + 1

@@ -175,7 +175,7 @@ class Race:
         )
         self._num_micro_batches, self._predicted_ms = num_micro_batches, None
         for entry in self._entries.values():
-            entry.steps, entry.num_turns = [], 0
+            entry.candidate, entry.steps, entry.num_turns = replace(entry.candidate, prediction=None), [], 0
         self._num_left_of_turn = len(self._queue)
         return True
 

@@ -1,6 +1,7 @@
 """Gradient reductions of a run, described for the simulator."""
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
@@ -8,8 +9,14 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.schedule.reductions import GradientReduction, default_bucket_bytes
 
 
-def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
-    """Describes how a run with validated arguments reduces gradients in its backward pass; None if it does not."""
+def reduction_of(
+    args: argparse.Namespace, config: LancetConfig, stages: Sequence[torch.nn.Module]
+) -> GradientReduction | None:
+    """Describes how a run with validated arguments reduces gradients in its backward pass; None if it does not.
+
+    Args:
+        stages: the model of a rank on the first pipeline stage, whose size ``--ddp-num-buckets`` divides.
+    """
     if not args.overlap_grad_reduce:
         return None
     dense_ranks = args.data_parallel_size * args.context_parallel_size
@@ -20,6 +27,9 @@ def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientRedu
     bucket_bytes = default_bucket_bytes(dense_ranks) * element_bytes // torch.float32.itemsize
     if args.ddp_bucket_size is not None:
         bucket_bytes = args.ddp_bucket_size * element_bytes
+    if args.ddp_num_buckets is not None:
+        num_parameters = sum(weight.numel() for stage in stages for weight in stage.parameters())
+        bucket_bytes = num_parameters // args.ddp_num_buckets * element_bytes
     model_ranks = args.pipeline_model_parallel_size * (args.expert_tensor_parallel_size or 1)
     reduction = GradientReduction(
         dense_ranks=dense_ranks,

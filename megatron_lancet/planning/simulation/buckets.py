@@ -1,15 +1,16 @@
 """Gradient buckets of a simulated backward pass: their weights and their reductions.
 
 Buckets are filled as in Megatron's DDP: with weights from the last layer to the first, dense ones and experts apart,
-up to the bucket size. A bucket is complete when all its weights were reported, each a window of all-to-alls after its
-last dW was put, or at once if the plan defers nothing (``schedule/dw_queue.py``). Norms, routers and embeddings are not
-in the profile, and so not in the buckets.
+up to the bucket size. Behind the first virtual stage of the first pipeline stage there is no bucket size. A bucket is
+complete when all its weights were reported, each a window of all-to-alls after its last dW was put, or at once if the
+plan defers nothing (``schedule/dw_queue.py``). Norms, routers and embeddings are not in the profile, and so not in the
+buckets.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from megatron_lancet.files.reader import RecordError
@@ -95,9 +96,17 @@ class Buckets:
                     weight = (layer - cost.layers_back, cost.name)
                     num_puts[weight] = num_puts.get(weight, 0) + 1
         late = frozenset(weight for weight in num_puts if weight[0] == 0 and rules.has_late_head)
+        # Runs of layers of one stage are virtual stages; the output layer is on the last one.
+        starts = chain([False], (one != other for one, other in pairwise(costs.model.stage_of_layer)))
+        run_of_layer = list(accumulate(starts))
         # The sort is stable, so weights of a layer stay in backward order.
         ordered = sorted(num_puts, key=lambda weight: (weight in late, weight[0] != 0, -weight[0]))
-        groups = list(chain.from_iterable(_filled(costs, ordered, kind) for kind in WeightKind))
+        runs: dict[int, list[Weight]] = {}
+        for weight in ordered:
+            runs.setdefault(run_of_layer[weight[0] - 1], []).append(weight)
+        groups = [
+            group for kind in WeightKind for run, its in runs.items() for group in _filled(costs, its, kind, run == 0)
+        ]
         reductions: list[Reduction] = []
         first = [0]
         for number, (kind, weights) in enumerate(groups):
@@ -121,7 +130,9 @@ def _weight(costs: CostModel, weight: Weight) -> tuple[WeightKind, int]:
     return (WeightKind.EXPERT if after == OpKind.EXPERTS else WeightKind.DENSE), num_bytes
 
 
-def _filled(costs: CostModel, ordered: Sequence[Weight], kind: WeightKind) -> Iterator[tuple[WeightKind, list[Weight]]]:
+def _filled(
+    costs: CostModel, ordered: Sequence[Weight], kind: WeightKind, has_size: bool
+) -> Iterator[tuple[WeightKind, list[Weight]]]:
     rules = costs.profile.gradients
     assert rules is not None
     if (rules.dense_ranks if kind is WeightKind.DENSE else rules.expert_ranks) == 1:
@@ -133,7 +144,7 @@ def _filled(costs: CostModel, ordered: Sequence[Weight], kind: WeightKind) -> It
         if its_kind is kind and its_bytes:
             bucket.append(weight)
             num_bytes += its_bytes
-            if num_bytes >= rules.bucket_bytes:
+            if has_size and num_bytes >= rules.bucket_bytes:
                 yield kind, bucket
                 bucket, num_bytes = [], 0
     if bucket:

@@ -68,8 +68,11 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
         yield "--context-parallel-size"
     if args.reset_attention_mask:
         yield f"--reset-attention-mask (use {DOCUMENTS_FLAG} in its place)"
-    if args.dataloader_inter_document_masking and args.transformer_impl == TRANSFORMER_ENGINE:
-        yield f"{DOCUMENTS_FLAG} and Transformer Engine's attention"
+    if args.transformer_impl == TRANSFORMER_ENGINE:
+        if args.dataloader_inter_document_masking:
+            yield f"{DOCUMENTS_FLAG} and Transformer Engine's attention"
+        in_fp8 = ("fp8_dot_product_attention", "fp8_multi_head_attention")  # settings without flags
+        yield from (setting for setting in in_fp8 if getattr(args, setting, False))
     yield from sdpa_blockers(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"
@@ -87,9 +90,8 @@ def routing_over_full_micro_batch(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags with which a token's route depends on other tokens, or on random numbers drawn in each call."""
     balancing, capacity = args.moe_router_load_balancing_type, args.moe_expert_capacity_factor
     kinds = balancing if isinstance(balancing, list) else [balancing]
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in kinds:
-            yield f"--moe-router-load-balancing-type {kind}"
+    for kind in filter(kinds.__contains__, ("sinkhorn", "quantile_balancing")):
+        yield f"--moe-router-load-balancing-type {kind}"
     for flag, is_given in {
         "--moe-expert-capacity-factor": capacity is not None and capacity >= 0,
         "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,

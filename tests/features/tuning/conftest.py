@@ -47,7 +47,7 @@ def make(monkeypatch):
             softmax_type="vanilla",
         )
         notes: list[str] = []
-        setup = SimpleNamespace(plan=PRESENT)
+        setup = SimpleNamespace(plan=PRESENT, stages=())
         config = config_with(cache=cache_dir or CacheChoice.OFF, attention=attention)
         maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
         maker.made_for()

@@ -41,15 +41,21 @@ class Maker:
     def __init__(self, num_steps: int, failure: str | None = None) -> None:
         self._num_steps = self._left = num_steps
         self._failure = failure
+        self.micro_batches = 4
+        self.dropped: list[str] = []
 
     def made_for(self):
-        return MADE_FOR
+        return MADE_FOR if self.micro_batches == 4 else {**MADE_FOR, "num_micro_batches": str(self.micro_batches)}
 
     def num_steps(self):
         return self._num_steps
 
     def num_micro_batches(self):
-        return 4
+        return self.micro_batches
+
+    def drop(self, reason):
+        self.dropped.append(reason)
+        self._left = 0
 
     def begin(self, again):
         assert not again
@@ -74,16 +80,20 @@ class Run:
 
     STEP_MS = {plan_without_overlap(): 100.0, PLANNED: 80.0, PROFILED: 90.0, SHORT: 95.0, PAIRED: 70.0}
 
-    def __init__(self, train_iters=100, num_profile_steps=4, failure=None, resumed_at=0, saved=None) -> None:
-        self.args = SimpleNamespace(train_iters=train_iters, curr_iteration=resumed_at)
+    def __init__(
+        self, train_iters=100, num_profile_steps=4, failure=None, resumed_at=0, saved=None, fp16=False, **ends
+    ) -> None:
+        ends = {"exit_interval": None, "phase_transition_iterations": None, **ends}
+        self.args = SimpleNamespace(train_iters=train_iters, curr_iteration=resumed_at, fp16=fp16, **ends)
+        self.result: object = "result"
         self.setup = SimpleNamespace(plan=plan_without_overlap(), switch=self._switch)
         self.recorder = SimpleNamespace(records=[], num_steps=0, restart=self._restart)
         self.plans: list = []
         self.first_ms = 0.0
         self.refused: list = []
-        maker = Maker(num_profile_steps, failure)
+        self.maker = Maker(num_profile_steps, failure)
         self.now_s = 0.0
-        parts = self.args, TuningController(6), self.setup, self.recorder, maker, SHORT
+        parts = self.args, TuningController(6), self.setup, self.recorder, self.maker, SHORT
         self.tuner = AutoTune(*parts, device="cpu", clock_s=lambda: self.now_s)
         if saved is not None:
             self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
@@ -99,17 +109,17 @@ class Run:
 
     def steps(self, number: int) -> list:
         for _ in range(number):
-            assert self.tuner.observe(self._step) == "result"
+            assert self.tuner.observe(self._step) == self.result
         return self.plans
 
-    def _step(self) -> str:
+    def _step(self) -> object:
         self.plans.append(self.setup.plan)
         step_ms = self.STEP_MS[self.setup.plan] + (0 if self.recorder.num_steps else self.first_ms)
         self.recorder.records.append(StepRecord(step_ms, 64, CommTimes(exposed_ms=5.0)))
         self.recorder.num_steps += 1
         self.args.curr_iteration += 1
         self.now_s += self.STEP_MS[self.setup.plan] / 1e3
-        return "result"
+        return self.result
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +222,67 @@ def test_autotune_switches_all_ranks_after_one_has_refused(monkeypatch):
     )
     run.steps(3 + 4 + 4 + 1)
     assert switched[-2:] == [PLANNED, plan_without_overlap()]
+
+
+@pytest.mark.parametrize("num_profile_steps", [4, 5])
+def test_autotune_profiles_no_plan_that_the_model_refuses(num_profile_steps):
+    run = Run(num_profile_steps=num_profile_steps)
+    switched = []
+    plain_switch = run.setup.switch
+    run.setup.switch = lambda plan: (switched.append(plan), plain_switch(plan))
+    run.refused = [PROFILED]
+    num_profiled = num_profile_steps - num_profile_steps // 2  # the others would be of the refused plan
+    run.steps(3 + num_profiled + 14)
+    assert run.maker.dropped == ["the model lacks it"]
+    assert switched[:3] == [PROFILED, plan_without_overlap(), PLANNED]
+    assert run.tuner.summary()["tuning"]["stage"] == "watch"
+    assert run.setup.plan == PLANNED
+
+
+def test_autotune_measures_anew_when_the_batch_grows():
+    run = Run()
+    run.steps(3 + 4 + 4)
+    run.maker.micro_batches = 8
+    run.steps(30)
+    assert run.tuner.summary()["tuning"]["stage"] == "watch"
+    tuned = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
+    assert tuned.made_for == {**MADE_FOR, "num_micro_batches": "8"}
+    assert tuned.prediction is None, "the prediction was of four micro-batches"
+
+
+def test_autotune_does_not_count_skipped_steps_of_fp16():
+    """Memory for the optimizer's state is still free before its first step."""
+    run = Run(fp16=True)
+    run.result = {}, 1, False
+    run.steps(20)
+    assert run.tuner._controller.state is TuningState.WARM_UP
+    run.result = {}, 0, False
+    run.steps(3)
+    assert run.tuner._controller.state is TuningState.PROFILE
+    in_bf16 = Run()
+    in_bf16.result = {}, 1, False
+    in_bf16.steps(3)
+    assert in_bf16.tuner._controller.state is TuningState.PROFILE
+
+
+@pytest.mark.parametrize(
+    ("resumed_at", "end"),
+    [
+        (0, {"exit_interval": 48}),
+        (48, {"exit_interval": 48}),
+        (30, {"exit_interval": 50}),
+        (60, {"phase_transition_iterations": [30, 108, 500]}),
+    ],
+)
+def test_autotune_of_a_run_that_exits_early_has_a_fixed_plan(resumed_at, end):
+    run = Run(train_iters=1000, resumed_at=resumed_at, **end)
+    run.steps(1)
+    num_left = 20 if resumed_at == 30 else 48
+    why = f"fixed, because {num_left} steps are too few to find one: 49 are needed"
+    assert run.tuner.summary()["tuning"]["how"] == why
+    later = Run(train_iters=1000, resumed_at=resumed_at, exit_interval=1000)
+    later.steps(1)
+    assert later.tuner._controller.state is TuningState.WARM_UP
 
 
 @pytest.mark.parametrize("resumed_at", [0, 60])

@@ -80,6 +80,19 @@ def watch(
         assert measure(tuning, step_ms, exposed_ms, 0 if index else num_unmeasured) is None
 
 
+def test_step_that_graphs_made_faster_is_no_drift():
+    tuning = watching(exposed_ms=10)
+    assert not tuning.step_done()  # the rest of this window has graphs
+    tuning.step_changed()
+    num_windows = 2 * MIN_STEPS_BETWEEN_PLANS // NUM
+    watch(tuning, 100, 40, num_windows, num_unmeasured=NUM_SETTLE_STEPS)
+    assert tuning.state is TuningState.WATCH
+    watch(tuning, 100, 70, NUM_DRIFT_WINDOWS)
+    assert tuning.state is TuningState.PROFILE
+    assert "exposed time is 70.0 ms" in tuning.lines[-1]
+    assert "40.0 ms when the plan was chosen" in tuning.lines[-1]
+
+
 def test_fastest_plan_is_kept():
     tuning = profiling(201)
     assert tuning.planned(planned(PLAN, OTHER, why="best of 12", no_overlap_ms=201)) == BASE

@@ -235,6 +235,26 @@ def test_memory_bound_is_used_memory_and_most_of_the_free_memory():
 OVERLAPPED = GradientReduction(dense_ranks=2, bucket_bytes=1_000_000)
 
 
+def test_refused_plans_are_left_out_of_the_profile(make, monkeypatch):
+    link = replace(PROFILE.link, all_reduce=((0, 0.0), (1_000_000, 4.0)))
+    monkeypatch.setattr(Run, "result", replace(PROFILE, link=link))  # without chunks of a sequence
+    monkeypatch.setattr(plan_maker, "reduction_of", lambda *_: OVERLAPPED)
+    maker = make(replace(BATCH, chunk_dims=tuple(ChunkDim)))
+    maker.begin(again=False)
+    ran = []
+    while (plan := maker.next_plan()) is not None:
+        if plan.segments[0].chunk_dim is ChunkDim.SEQUENCE:
+            maker.drop("no such kernel")
+        else:
+            maker.run_step(lambda: None)
+            ran.append(plan)
+    assert [plan.num_chunks for plan in ran] == [1, 2, 4]
+    assert maker.notes == [
+        f"{fixed_plan(k, chunk_dim=ChunkDim.SEQUENCE)} is not profiled: no such kernel" for k in (2, 4)
+    ]
+    assert all(segment.chunk_dim is ChunkDim.BATCH for segment in best(maker.make()).segments)
+
+
 def test_plan_maker_plans_with_reductions_during_the_backward(make, monkeypatch, tmp_path):
     link = replace(PROFILE.link, all_reduce=((0, 0.0), (1_000_000, 4.0)))
     measured = replace(PROFILE, link=link, rest_ms=20.0)

@@ -12,6 +12,7 @@ from megatron_lancet.planning.simulation.engine import Engine
 from megatron_lancet.planning.simulation.links import Collectives, Network, SerialLinks
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
@@ -52,6 +53,19 @@ def on_the_wire(simulation):
         for span in simulation.timelines[0].spans
         if span.lane is Lane.COMM and ".F." not in span.name
     ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "buckets"),
+    [((0,) * 8, [[1] * 9]), ((0,) * 4 + (1,) * 4, [[1] * 4, [5]]), ((0, 0, 1, 1) * 2, [[2, 1, 1], [3, 2]])],
+)
+def test_buckets_have_a_size_in_the_first_virtual_stage(stages, buckets):
+    """A layer has one weight and the last stage another, each as large as a bucket."""
+    dw_ms = {"attention": 1.0, "head": 1.0}
+    profile = profile_of(dataclasses.replace(BY_HAND, layers="m" * 8, stages=stages, dw_ms=dw_ms), EAGER, 10.0)
+    plan = split_at_stages(fixed_plan(1), stages)
+    found = [stage.buckets for stage in Simulator(CostModel(profile)).stages(plan)]
+    assert [list(one.num_weights) for one in found] == buckets
 
 
 def test_bucket_and_all_to_all_share_the_link_equally():

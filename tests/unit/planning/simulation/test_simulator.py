@@ -298,6 +298,15 @@ def test_pipeline_step_is_that_of_its_slowest_stage():
         simulate(synthetic_profile(machine), fixed_plan(1))
 
 
+@pytest.mark.parametrize(("num_micro_batches", "num_kept"), [(1, (2, 2)), (2, (4, 3)), (4, (5, 3)), (8, (5, 3))])
+def test_virtual_stages_keep_what_megatron_runs_ahead(num_micro_batches, num_kept):
+    """Two pairs of virtual stages, each of one layer: the first rank is 2 + 2 + 1 forwards ahead, the second 2 + 1."""
+    machine = Machine(layers="mmmm", stages=(0, 1, 0, 1), num_micro_batches=num_micro_batches)
+    plan = Plan((*(Segment(number, number, 1) for number in (1, 2, 3)), Segment(4, None, 1)), DwPolicy.NONE)
+    stages = Simulator(CostModel(synthetic_profile(machine))).stages(plan)
+    assert tuple(stage.saved_bytes for stage in stages) == tuple(10_000_000 * number for number in num_kept)
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -81,7 +81,7 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
         findings = dry_run(name, without=(expected.stock,))
     if expected.is_short:
         assert "(fixed: 50 steps are fewer than the " in findings.plan[0]
-        findings = dry_run(name, "--train-iters", 500)
+        findings = dry_run(name, "--train-iters", 500, "--exit-interval", 500)
     assert findings.plan[0].startswith("auto (tuned during training)")
     _, _, may, *others = findings.plan
     assert may.endswith("; micro-batches not paired" + " or paired" * expected.may_pair)
@@ -195,6 +195,8 @@ def test_dry_run_shows_the_plan(dry_run):
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
     assert "chunks=2 dim=batch" in few.plan[0]
     assert "20 steps are fewer than" in few.plan[0]
+    ends = dry_run(MIXTRAL, *overlapping, "--exit-interval", 20, "--micro-batch-size", 2)
+    assert ends.plan[0] == few.plan[0]
     whole = dry_run(MIXTRAL, *overlapping, "--moe-expert-capacity-factor", 1.5)
     assert any("not ranges before dispatch: --moe-expert-capacity-factor" in line for line in whole.plan)
     absent = dry_run(MIXTRAL, *overlapping, "--lancet-plan", "/no/plan.json")

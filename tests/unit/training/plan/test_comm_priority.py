@@ -92,10 +92,12 @@ def test_planner_knows_how_gradients_are_reduced():
         "params_dtype": torch.bfloat16,
         "accumulate_allreduce_grads_in_fp32": False,
         "ddp_bucket_size": None,
+        "ddp_num_buckets": None,
         "use_distributed_optimizer": True,
         "untie_embeddings_and_output_weights": True,
     }
-    assert reduction_of(arguments(**layout), FIRST) == GradientReduction(
+    model = torch.nn.Linear(8, 10, bias=False)
+    assert reduction_of(arguments(**layout), FIRST, [model]) == GradientReduction(
         dense_ranks=8,
         expert_ranks=4,
         priority=CommPriority.ALL_TO_ALL_FIRST,
@@ -104,9 +106,11 @@ def test_planner_knows_how_gradients_are_reduced():
         is_scatter=True,
     )
     in_fp32 = {**layout, "accumulate_allreduce_grads_in_fp32": True, "ddp_bucket_size": 1000}
-    assert reduction_of(arguments(**in_fp32), config_with()).bucket_bytes == 4000
-    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1, "context_parallel_size": 1}), FIRST) is None
-    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), config_with()) is None
+    assert reduction_of(arguments(**in_fp32), config_with(), [model]).bucket_bytes == 4000
+    in_three = {**layout, "ddp_num_buckets": 3}
+    assert reduction_of(arguments(**in_three), FIRST, [model, model]).bucket_bytes == 160 // 3 * 2
+    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1, "context_parallel_size": 1}), FIRST, []) is None
+    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), config_with(), []) is None
 
 
 def test_report_says_how_gradients_were_reduced_if_any_were():

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
+from megatron_lancet.features.cuda_graphs import feature
 from megatron_lancet.features.cuda_graphs.feature import CUDA_GRAPHS, CudaGraphFlags, GraphChoice
 from megatron_lancet.features.cuda_graphs.limits import blockers
 from megatron_lancet.features.shortcut.feature import ShortcutFlags
@@ -182,6 +184,35 @@ def test_launch_script_with_graphs_is_captured(monkeypatch, flag):
     plan = examine().plan[0]
     assert plan.startswith("auto")
     assert "captured in CUDA graphs" in plan
+
+
+def test_tuning_learns_that_graphs_change_a_step(monkeypatch):
+    """Each capture of a settled run, before the first step with graphs."""
+
+    class Graphs:
+        is_installed, num_graphs = True, 2
+
+        def __init__(self, block) -> None:
+            log.append("eager ops")
+
+        def begin_step(self) -> None:
+            pass
+
+        def capture(self) -> None:
+            log.append("capture")
+
+    log = []
+    monkeypatch.setattr(feature, "StageGraphs", Graphs)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    steering = SimpleNamespace(step_changed=lambda: log.append("changed"))
+    facts = SimpleNamespace(args=SimpleNamespace(cuda_graph_warmup_steps=2))
+    setup = SimpleNamespace(stages=[SimpleNamespace(decoder=None)])
+    run = SimpleNamespace(facts=facts, config=ON, setup=setup, is_settled=lambda: True, steering=steering)
+    graphs = CUDA_GRAPHS.start(run)
+    for _ in range(4):
+        graphs.observe(lambda: log.append("step"))
+    assert log == ["eager ops", "step", "step", "capture", "changed", "step", "step"]
 
 
 def test_run_without_graphs_is_unchanged(parsed):

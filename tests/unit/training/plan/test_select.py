@@ -9,10 +9,12 @@ from megatron_lancet.config import AttentionChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.feature import PairingChoice
 from megatron_lancet.features.tuning.feature import is_tuned
+from megatron_lancet.features.tuning.profile_to_file import check_can_profile
 from megatron_lancet.plan_words import plan_text
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.configs import config_with, cut_with
 from tests.unit.training.validated import parsed
@@ -161,6 +163,32 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     plan, line = choose_plan(alone, cut_with(**wishes))
     assert plan == fixed_plan(1)
     assert f"a micro-batch of 1 is not cut, because sequence chunks do not work with {obstacle}" in line
+
+
+@pytest.mark.parametrize("setting", ["fp8_dot_product_attention", "fp8_multi_head_attention"])
+def test_sequences_are_not_cut_with_attention_in_fp8(megatron_args, setting):
+    """A model that was built without Megatron's arguments may have it."""
+    args = megatron_args("--transformer-impl", "transformer_engine", "--micro-batch-size", 1)
+    cut = cut_with(range=OverlapRange.STACK)
+    assert choose_plan(args, cut)[0].num_chunks == 2
+    setattr(args, setting, True)
+    plan, line = choose_plan(args, cut)
+    assert plan == fixed_plan(1)
+    assert f"sequence chunks do not work with {setting}" in line
+    assert ChunkDim.SEQUENCE not in planning_limits(args, config_with(range=OverlapRange.STACK)).chunk_dims
+    args.transformer_impl = "local"  # whose attention is never in fp8
+    assert choose_plan(args, cut)[0].num_chunks == 2
+
+
+def test_profile_needs_a_run_that_is_long_enough(megatron_args, tmp_path):
+    config = config_with(profile=tmp_path / "profile.json")
+    check_can_profile(megatron_args("--train-iters", 100), config, fixed_plan(1))
+    with pytest.raises(
+        UsageError, match=r"--lancet-profile needs \d+ steps; pass --train-iters \d+, not 12, and no --exit"
+    ):
+        check_can_profile(megatron_args("--train-iters", 100, "--exit-interval", 12), config, fixed_plan(1))
+    with pytest.raises(UsageError, match="not None"):
+        check_can_profile(megatron_args(train_iters=None), config, fixed_plan(1))
 
 
 def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
