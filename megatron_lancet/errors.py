@@ -1,6 +1,7 @@
 """Errors that are shown to the user of a command."""
 
 import os
+import select
 import sys
 import time
 import traceback
@@ -11,6 +12,8 @@ from typing import NoReturn
 USAGE_EXIT_CODE = 2
 """Exit status of a command that refused its input, the same as argparse's."""
 
+_OUTPUTS = (1, 2)
+"""File descriptors of standard output and standard error."""
 _SIBLING_GRACE_S = 3.0
 """Delay before other ranks print an error: torchrun kills all ranks when the first one ends."""
 
@@ -58,13 +61,26 @@ def run_command(main: Callable[[], None]) -> None:
     """Run a command's ``main``; a :class:`UsageError` becomes one line on stderr and exit status 2.
 
     A closed output pipe (``| head``) ends the command quietly, with status 1.
+
+    Raises:
+        BrokenPipeError: another pipe or connection is closed.
     """
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
+        if not _is_an_output_closed():
+            raise
         # Python flushes once more at exit, and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except UsageError as error:
         exit_with_usage_error(str(error))
+
+
+def _is_an_output_closed() -> bool:
+    """Whether nobody reads an output of this process any more. A flush tells this only if a buffer holds something."""
+    poll = select.poll()
+    for output in _OUTPUTS:
+        poll.register(output, 0)  # POLLERR and POLLHUP are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

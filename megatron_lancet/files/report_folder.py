@@ -27,7 +27,7 @@ def check_report_folder(folder: Path | None) -> None:
     Raises:
         UsageError: nothing can be written there, which would show only when the training is done.
     """
-    if folder is None or not _is_rank_0():
+    if folder is None or not is_rank_0():
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def cleared(folder: Path | None, names: Sequence[str], note: Callable[[str], Non
         The folder; None if they can't be moved, so that nothing may be written over them.
     """
     with training_counts_more(folder):
-        if folder is not None and _is_rank_0():
+        if folder is not None and is_rank_0():
             earlier = _set_aside(folder, names)
             if earlier is not None:
                 note(f"Megatron-Lancet report: the report of an earlier run is now in {earlier}")
@@ -82,11 +82,18 @@ def training_counts_more(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if folder is None or not _is_rank_0():
+        if folder is None or not is_rank_0():
             raise
         reason = error.strerror or error
         sys.stderr.write(f"warning: the training is done, but its report can't be written to {folder}: {reason}\n")
 
 
-def _is_rank_0() -> bool:
+def is_rank_0() -> bool:
+    """Whether this is the first rank; before torch's process groups exist, and after, by the variable ``RANK``.
+
+    Under srun alone there is no such variable, and Megatron-Bridge has each rank's number from SLURM.
+    """
+    distributed = sys.modules.get("torch.distributed")  # not imported: tools read the names above without torch
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
     return int(os.environ.get("RANK", "0")) == 0

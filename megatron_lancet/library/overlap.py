@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from megatron.core import num_microbatches_calculator
@@ -12,6 +12,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.changing_shapes import ChangingShapes
 from megatron_lancet.library.models import device_of, has_experts, language_model_of, refuse_foreign_parts
+from megatron_lancet.library.refused_flags import OnlyWithPlan, check_flags
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.library.versions import check_megatron
 from megatron_lancet.model.gpt import LanguageModel
@@ -39,9 +40,13 @@ class Overlap(RunHook):
     a model that has been hooked and without ``forward_only``. Other models, and passes with ``forward_only``, stay
     stock's. All ranks call the hook and run the same steps.
 
+    One object at a time changes Megatron in a process: from the hook, or :meth:`install`, to :meth:`close`.
+
     Attributes:
         line: the plan and its source, or why there is none; empty before the hook was called.
     """
+
+    _open: "ClassVar[Overlap | None]" = None
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class Overlap(RunHook):
             timeout_minutes: longest wait for a message of another rank.
             flags: ``--lancet-*`` flags and their values, as words of a command line.
             settings: values of ``--lancet-*`` flags by their names with underscores, such as ``plan="off"``,
-                ``num_chunks=2`` or ``pairing="on"``; ``--lancet-help`` lists them.
+                ``num_chunks=2`` or ``pairing="on"``; ``--lancet-help`` lists them. None: the flag's default.
 
         Raises:
             UsageError: a setting is unknown or wrong, or the installed Megatron is of another version.
@@ -99,13 +104,22 @@ class Overlap(RunHook):
             The same stages.
 
         Raises:
-            UsageError: the model or a setting does not allow what was asked for, or ranks disagree.
+            UsageError: the model or a setting does not allow what was asked for, or ranks disagree. Megatron is as
+                before then.
         """
         if self._is_hooked:
-            raise UsageError("this Overlap has prepared a model already: make one object for each model.")
+            raise UsageError("this Overlap has prepared a model already: close it, and make one for the next model.")
         if self._ddp_config is None:
             raise UsageError("expected the DDP configuration of the model, Overlap(ddp_config, ...), found none.")
+        self._begin()
         self._is_hooked = True
+        try:
+            return self._prepare(stages)
+        except BaseException:
+            self.changes.close()
+            raise
+
+    def _prepare(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         for stage in stages:
             refuse_foreign_parts(stage)
         models = [language_model_of(stage) for stage in stages]
@@ -134,8 +148,9 @@ class Overlap(RunHook):
         DDP wraps virtual stages one by one. All of them are prepared, and wrapped, when the last one comes.
 
         Raises:
-            UsageError: as :meth:`__call__`, when DDP wraps the model.
+            UsageError: another object is open; or as :meth:`__call__`, when DDP wraps the model.
         """
+        self._begin()
         self.changes.enter_context(patches.around_ddp(self._take_from_ddp))
         return self
 
@@ -165,6 +180,18 @@ class Overlap(RunHook):
     def plan_text(self) -> str:
         """The plan of the last step; ``off`` for stock modules."""
         return str(self._run.setup.plan) if self._run is not None else "off"
+
+    def _begin(self) -> None:
+        """Only one object is open: two that end in the order of their beginning would restore each other's changes."""
+        if Overlap._open is self:
+            return
+        if Overlap._open is not None:
+            raise UsageError(
+                "expected one open Overlap in a process, found another one, which has changed Megatron. Call its "
+                "close(), or leave its `with` block, before the next one is called or installed."
+            )
+        Overlap._open = self
+        self.changes.callback(setattr, Overlap, "_open", None)
 
     def _known_shape(self, model: LanguageModel) -> StepShape:
         """Returns the shape of a step with its number of micro-batches; Megatron's calculator has it from now on."""
@@ -216,9 +243,8 @@ def _config_of(flags: Sequence[str], settings: dict[str, object], shapes_change:
     words = [*flags]
     for name, value in settings.items():
         flag = f"--lancet-{name.replace('_', '-')}"
-        words += [flag] if value is True else [] if value is False else [flag, str(value)]
-    config = config_from_words(words, [*features(), *([ChangingShapes()] if shapes_change else [])])
-    for flag, entry, its, value in config.entries():
-        if its.not_with_spec and value != entry.default:
-            raise UsageError(f"{flag} needs pretrain_gpt_moe.py{its.not_with_spec}")
+        words += [flag] if value is True else [] if value is False or value is None else [flag, str(value)]
+    own = [OnlyWithPlan(), *([ChangingShapes()] if shapes_change else [])]
+    config = config_from_words(words, [*features(), *own])
+    check_flags(config)
     return config

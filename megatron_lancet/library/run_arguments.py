@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
+from megatron_lancet.config import FLAGS_VARIABLE
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.models import device_of
 from megatron_lancet.training.arguments import default_arguments
@@ -21,6 +22,9 @@ _NO_END = 1 << 40
 """Steps of a training whose length is not known."""
 _RENAMED = {"num_experts": "num_moe_experts"}
 """Arguments that are fields of Megatron's configuration by another name."""
+
+_PACKED = f"does not work with packed samples, which {FLAGS_VARIABLE} always allows"
+_OFF = f"train without the overlap: plan='off', in {FLAGS_VARIABLE} --lancet-plan off"
 
 _NOT_IN_0_18 = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 """Arguments that megatron-core 0.18 does not have."""
@@ -84,16 +88,18 @@ def check_packed_samples(config: Any, positions: str | None) -> None:
     Raises:
         UsageError: the overlap would compute something else for packed samples than Megatron does.
     """
-    if "seq_aux_loss" in config.moe_router_load_balancing_type:
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    losses = [(kinds, coefficients)] if isinstance(kinds, str) else zip(kinds, coefficients, strict=True)
+    if any(kind == "seq_aux_loss" and coefficient for kind, coefficient in losses):
         raise UsageError(
-            "moe_router_load_balancing_type seq_aux_loss does not work with packed samples: Megatron takes the row of "
-            "all documents for one sequence. Set aux_loss or global_aux_loss, or pass plan='off'."
+            f"moe_router_load_balancing_type seq_aux_loss {_PACKED}: Megatron takes the row of all documents for one "
+            f"sequence. Set aux_loss, global_aux_loss or a coefficient of 0, or {_OFF}."
         )
     if positions == "mrope":
         raise UsageError(
-            "position_embedding_type mrope does not work with packed samples: the overlap takes a token's rotary "
-            "embedding by its place in its document, and mrope has one for each token of a row. Drop "
-            "packed_samples=True and the packing of samples, or pass plan='off'."
+            f"position_embedding_type mrope {_PACKED}: the overlap takes a token's rotary embedding by its place in "
+            "its document, and mrope has one for each token of a row. Drop packed_samples=True and the packing of "
+            f"samples, or {_OFF}."
         )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.bridge import gaps
 
+SET_BY_BRIDGE = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func", "grad_scale_func", "timers")
+"""Fields of a model's configuration that keep Bridge from building another local model by it."""
+
+
+class FailedStepError(Exception):
+    """A failure in the middle of a training."""
+
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Trains as a case says.
+    """Trains as a case says; ``fails_at``: a step, ``then_stock``: once more with the same configuration, in stock.
 
     Returns:
         Losses and norms of the steps, losses of evaluations, a digest of each rank's weights and their names, how
@@ -40,6 +48,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     class Recorded(Callback):
         def on_train_step_end(self, context: Any) -> None:
             found["steps"].append({**_values(context.loss_dict), "norm": context.grad_norm})
+            if len(found["steps"]) == case.get("fails_at"):
+                del case["fails_at"]  # once
+                raise FailedStepError
 
         def on_eval_end(self, context: Any) -> None:
             found["evaluations"].append(_values(context.total_loss_dict))
@@ -64,7 +75,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     checkpoint_utils.read_train_state.cache_clear()  # a training counts on in what the last one read
     # Megatron's local attention has no documents; ours takes the place of stock's as well.
     with fused_core_attention(case.get("packed", False) and not callbacks):
-        (finetune if "weights" in case else pretrain)(config, forward_step, callbacks=[Recorded(), *callbacks])
+        with suppress(SystemExit, FailedStepError):
+            (finetune if "weights" in case else pretrain)(config, forward_step, callbacks=[Recorded(), *callbacks])
+        if case.get("then_stock"):
+            found["steps"].clear()
+            for name in SET_BY_BRIDGE:
+                setattr(config.model, name, None)
+            checkpoint_utils.read_train_state.cache_clear()
+            pretrain(config, forward_step, callbacks=[Recorded()])
     return found
 
 

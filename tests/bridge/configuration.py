@@ -18,7 +18,8 @@ def configuration(case: Mapping[str, Any]) -> Any:
     Args:
         case: ``num_steps``; ``images``: a vision-language model, GLM-4.5V; ``virtual``: two pipeline stages with two
             virtual ones each; ``packed``: samples of documents; ``weights``: a folder of weights to begin with, and
-            ``lora``: adapters are added to them; ``save``, ``load``: folders of checkpoints, of step 2 to load.
+            ``lora``: adapters are added to them; ``exits_at``: a step after which Bridge exits; ``save``, ``load``:
+            folders of checkpoints, of step 2 to load.
     """
     from megatron.bridge.training import config as c
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
@@ -31,6 +32,7 @@ def configuration(case: Mapping[str, Any]) -> Any:
             train_iters=num_steps,
             global_batch_size=MICRO_BATCH * NUM_MICRO_BATCHES * dist.get_world_size() // num_pipeline_stages,
             micro_batch_size=MICRO_BATCH,
+            exit_interval=case.get("exits_at"),
         ),
         validation=c.ValidationConfig(eval_interval=2, eval_iters=1),
         optimizer=c.OptimizerConfig(

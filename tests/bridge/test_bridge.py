@@ -55,6 +55,10 @@ def on_two_ranks(tmp_path_factory):
         "pairs from pairs": {"num_steps": 4, "load": ours, "settings": PAIRS},
         "pairs from stock": {"num_steps": 4, "load": weights, "settings": PAIRS},
         "stock from pairs": {"num_steps": 4, "load": ours},
+        "exit": {"num_steps": 4, "exits_at": 2, "settings": PAIRS},
+        "failure": {"num_steps": 4, "fails_at": 1, "settings": PAIRS},
+        "failure, then stock": {"num_steps": 4, "fails_at": 1, "settings": PAIRS, "then_stock": True},
+        "pairs, then stock": {"num_steps": 4, "settings": PAIRS, "then_stock": True},
         "images": {"num_steps": 2, "images": True},
         "images, pairs": {"num_steps": 2, "images": True, "settings": PAIRS},
         "images, chunks": {"num_steps": 2, "images": True, "settings": CHUNKS},
@@ -118,6 +122,20 @@ def test_bridge_resumes_as_without_a_stop(on_two_ranks, name):
     found, stock = on_two_ranks[name], on_two_ranks["stock"]
     assert found["steps"] == stock["steps"][2:]
     assert (found["evaluations"], found["weights"]) == (stock["evaluations"][1:], stock["weights"])
+
+
+def test_bridge_reports_at_an_exit_but_not_after_a_failure(on_two_ranks):
+    stock = on_two_ranks["stock"]["steps"]
+    assert (on_two_ranks["exit"]["steps"], on_two_ranks["failure"]["steps"]) == (stock[:2], stock[:1])
+    assert on_two_ranks["exit"]["output"].count("Megatron-Lancet report") == 1
+    assert "Megatron-Lancet report" not in on_two_ranks["failure"]["output"]
+
+
+@pytest.mark.parametrize("name", ["pairs", "failure"])
+def test_bridge_trains_stock_by_the_same_configuration(on_two_ranks, name):
+    found, stock = on_two_ranks[f"{name}, then stock"], on_two_ranks["stock"]
+    assert (found["steps"], found["weights"]) == (stock["steps"], stock["weights"])
+    assert found["output"].count("Megatron-Lancet plan: ") == 1
 
 
 def test_bridge_saves_the_names_of_stock(on_two_ranks):

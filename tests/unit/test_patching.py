@@ -31,6 +31,7 @@ OWNERS = {
     "lab/check": ("sys",),  # the same
     "lab/launch": ("sys",),  # the command line that Megatron's parser reads
     "lab/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
+    "library": ("megatron.bridge.training.pretrain",),  # its loop has no callback for every end
     "testkit/mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
     "testkit/virtual_gpu": ("torch", "megatron_lancet.runtime", "megatron_lancet.testkit.mock"),  # a GPU, likewise
     "training/megatron": ("megatron", "torch"),

@@ -120,7 +120,10 @@ def _check(params: PackedSeqParams) -> None:
     wrong = {
         f"qkv_format {params.qkv_format!r} (thd is known)": params.qkv_format != "thd",
         "no cu_seqlens_q": params.cu_seqlens_q is None,
-        "padding between documents (cu_seqlens_q_padded)": params.cu_seqlens_q_padded is not None,
+        "padding between documents (cu_seqlens_*_padded)": not (
+            _are_same(params.cu_seqlens_q, params.cu_seqlens_q_padded)
+            and _are_same(params.cu_seqlens_q, params.cu_seqlens_kv_padded)
+        ),
         "a context-parallel group of their own": params.cp_group is not None or params.local_cp_size is not None,
         "other documents for keys than for queries": not _are_same(params.cu_seqlens_q, params.cu_seqlens_kv),
     }
@@ -132,8 +135,8 @@ def _check(params: PackedSeqParams) -> None:
         )
 
 
-def _are_same(query_ends: torch.Tensor | None, key_ends: torch.Tensor | None) -> bool:
-    if key_ends is None or query_ends is key_ends:
+def _are_same(query_ends: torch.Tensor | None, others: torch.Tensor | None) -> bool:
+    if others is None or query_ends is others:
         return True
-    # Megatron passes one tensor twice; a comparison of values would wait for the device.
-    return query_ends is not None and key_ends.equal(query_ends)
+    # Megatron, verl and NeMo-RL pass one tensor in all fields; a comparison of values would wait for the device.
+    return query_ends is not None and others.equal(query_ends)

@@ -105,12 +105,22 @@ class Pairing(Position):
         return self._pair is not None or not self.lane.is_idle
 
     @classmethod
-    def steps(cls, stages: Callable[[], Sequence[Any]]) -> AbstractContextManager[None]:
-        """Inside the context steps by a plan with pairing run in pairs."""
+    @contextmanager
+    def steps(cls, stages: Callable[[], Sequence[Any]]) -> Iterator[None]:
+        """Inside the context steps by a plan with pairing run in pairs; after it the configurations are as before.
+
+        A model that is built inside had not asked for pairs: with the field set by the user there is no plan.
+        """
         # Planning tools and the virtual GPU read this file without Megatron's schedules.
         from megatron_lancet.features.pairing.schedules import paired_schedules
 
-        return paired_schedules(stages)
+        asked = [id(stage.config) for stage in stages() if getattr(stage.config, ASKED_BY)]
+        try:
+            with paired_schedules(stages):
+                yield
+        finally:
+            for stage in stages():
+                setattr(stage.config, ASKED_BY, id(stage.config) in asked)
 
     @classmethod
     def on_threads(cls, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:

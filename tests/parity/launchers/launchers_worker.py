@@ -56,7 +56,8 @@ def batches(seed: int, number: int, packs: bool) -> list[dict[str, Any]]:
         if packs:
             ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
             longest = int(lengths.max())
-            batch["packed_seq_params"] = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+            # One tensor in all fields, as verl and NeMo-RL pass it.
+            batch["packed_seq_params"] = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
         found.append(batch)
     return found
 

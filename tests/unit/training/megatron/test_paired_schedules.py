@@ -1,6 +1,8 @@
 """Steps in pairs: which micro-batches are at an end, with Megatron's tables of interleaved pipelines."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel import schedules
@@ -46,6 +48,27 @@ def test_stages_ask_megatron_for_pairs_and_for_none():
     for is_paired in (True, False):
         Pairing(None, on_cuda=False).run_by(stages, paired(fixed_plan(1)) if is_paired else fixed_plan(1))
         assert [stage.config.overlap_moe_expert_parallel_comm for stage in stages] == [is_paired] * 2
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_model_of_a_run_asks_for_no_pairs_after_it(error):
+    """The configuration is the user's: another training with it would meet Megatron's own overlap."""
+    stages: list[Any] = []
+    with nullcontext() if error is None else pytest.raises(error), Pairing.steps(lambda: stages):
+        stages += [SimpleNamespace(config=SimpleNamespace(overlap_moe_expert_parallel_comm=False)) for _ in range(2)]
+        Pairing(None, on_cuda=False).run_by(stages, paired(fixed_plan(1)))
+        assert [stage.config.overlap_moe_expert_parallel_comm for stage in stages] == [True, True]
+        if error is not None:
+            raise error
+    assert [stage.config.overlap_moe_expert_parallel_comm for stage in stages] == [False, False]
+
+
+def test_model_that_is_there_asks_for_pairs_as_before():
+    stages = [SimpleNamespace(config=SimpleNamespace(overlap_moe_expert_parallel_comm=True))]
+    for _ in range(2):
+        with Pairing.steps(lambda: stages):
+            assert stages[0].config.overlap_moe_expert_parallel_comm
+        assert stages[0].config.overlap_moe_expert_parallel_comm
 
 
 def test_megatrons_schedules_are_its_own_outside_of_the_context():
