@@ -1,4 +1,4 @@
-"""pretrain_gpt_moe.py in which one rank meets a fault in the middle of the second step.
+"""pretrain_gpt_moe.py in which one rank meets a fault in the middle of the second step, or of LANCET_TEST_FAULTY_STEP.
 
 LANCET_TEST_FAULT is FAULT@PLACE, LANCET_TEST_FAULTY_RANK the rank; LANCET_TEST_TIMEOUT_S, if set, is how long the
 model's all-to-alls wait. The place is an op that the rank is about to issue, "data" where it is about to read its
@@ -30,7 +30,7 @@ import psutil
 
 from megatron_lancet.patching import around
 
-FAULTY_STEP = 2
+FAULTY_STEP = int(os.environ.get("LANCET_TEST_FAULTY_STEP", "2"))
 
 
 class Fault:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.features.pairing.core import SharedCore
 from megatron_lancet.features.pairing.lane import Forward, ForwardLane
 from megatron_lancet.patching import replaced
@@ -154,13 +155,19 @@ class Pairing(Position):
         return MicroBatch(number, at_end, num_waits, self.lane.add(run_forward))
 
     def finish(self, micro_batch: MicroBatch) -> Any:
-        """Runs a micro-batch's forward to its end; returns what it returned, once."""
+        """Runs a micro-batch's forward to its end; returns what it returned, once.
+
+        Raises:
+            UsageError: the forward waited for another number of messages than a pass through the layers does.
+        """
         forward = micro_batch.forward
         while not forward.is_done:
             self._run_turn()
-        assert forward.num_turns == micro_batch.num_waits + 1, (
-            f"a forward took {forward.num_turns} turns, and {micro_batch.num_waits + 1} were planned"
-        )
+        if forward.num_turns != micro_batch.num_waits + 1:
+            raise UsageError(
+                "expected a forward step that runs the model once, in training mode, found another: a forward took "
+                f"{forward.num_turns} turns, and {micro_batch.num_waits + 1} were planned. Set --lancet-pairing off."
+            )
         return forward.take_result()
 
     @contextmanager

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import parallel
@@ -208,7 +209,7 @@ def what_other_settings_raise() -> str:
 
     try:
         compare(CASES["chunks-at-ends"], at_end)
-    except AssertionError as error:
+    except UsageError as error:
         return str(error)
     finally:
         logged_losses()
