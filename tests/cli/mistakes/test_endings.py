@@ -4,8 +4,8 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files.report_folder import check_report_folder, cleared, training_counts_more
-from tests.ranks import launch
 from tests.faults.test_never_hangs import WORKER as FAULTY_WORKER
+from tests.ranks import launch
 from tests.ranks.pretraining import EP2, WORKER, command_line, pretrain
 
 pytestmark = pytest.mark.distributed
@@ -75,7 +75,7 @@ def test_checkpoint_that_does_not_fit_has_right_advice(first, token_data, tmp_pa
 
 
 def test_run_that_ends_while_tuning_has_a_timeline(token_data, tmp_path):
-    flags = [*EP2, "--lancet-report", tmp_path, "--save", tmp_path / "checkpoints"]
+    flags = [*EP2, "--lancet-report", tmp_path, "--save", tmp_path / "checkpoints", "--save-interval", 200]
     arguments = command_line(token_data, ["--train-iters", 200, *flags])
     env = {"LANCET_TEST_FAULT": "term@L2.c0.F.dispatch", "LANCET_TEST_FAULTY_RANK": "1", "LANCET_TEST_FAULTY_STEP": "6"}
     results = launch.run(FAULTY_WORKER, arguments, 2, tmp_path / "log", env=env)

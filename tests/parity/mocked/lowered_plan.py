@@ -129,6 +129,12 @@ def in_stages(profile: Profile) -> Profile:
     return dataclasses.replace(profile, model=facts)
 
 
+def in_one_stage(costs: CostModel) -> CostModel:
+    """The same layers where each weight may have a bucket of its own: later stages have no bucket size."""
+    facts = dataclasses.replace(costs.model, stage_of_layer=(0,) * len(costs.model.layer_kinds))
+    return CostModel(dataclasses.replace(costs.profile, model=facts))
+
+
 @dataclass(frozen=True)
 class Lowered:
     """What the simulator makes of a plan.
@@ -171,7 +177,7 @@ def lowered(case: Case) -> Lowered:
         },
         played_backward(simulation),
         {wait.name: len(wait.filled) for wait in simulation.waits[0]} if case.host_polls else None,
-        list(reports_of(stage.backward, costs_of(case, CommPriority.OFF), DwRules.of(plan))),
+        list(reports_of(stage.backward, in_one_stage(costs_of(case, CommPriority.OFF)), DwRules.of(plan))),
         list(places_of(stage.backward)),
     )
 
