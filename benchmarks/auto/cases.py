@@ -142,6 +142,8 @@ class Case:
                 names.append("pairs-ends-k2-seq-dedup")
             # Megatron refuses its overlap in fp32.
             names += [MEGATRON, MEGATRON_DELAYED] if self.te else []
+        if self.ranks_per_node > 1:  # sequence parallelism shares out what sequence chunks would cut
+            names = [*(name for name in names if "-seq" not in name), "k2"]
         return [VARIANTS[name] for name in names if not self.only or name in (SAME, AUTO, *self.only)]
 
     def with_variants(self, names: Sequence[str]) -> "Case":

@@ -49,7 +49,7 @@ class CaseSummary:
         counts_planning: whether that time includes the work between the steps of the tuning; older results lack it.
         max_loss_difference: largest relative difference of a step's loss from the reference's.
         prediction_errors: predicted over measured step, less one, of each plan in ``auto``'s race that has both.
-        disturbance: what else used the processor; None if nothing did.
+        disturbance: the sentence that marks a disturbed case; None for other cases.
         against_users: step of stock as a user has it over ``auto``'s; None if that did not run.
     """
 

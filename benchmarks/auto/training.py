@@ -194,8 +194,8 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             one.settle(fixed if one.variant.name == AUTO else ())
         by_name = {one.variant.name: one for one in (reference, *others)}
         running = [by_name[variant.name] for variant in case.variants]
+        _check_losses(by_name)  # before the turns, which take most of the time
         turns(running, num_turns)
-        _check_losses(by_name)
         return {
             "name": case.name,
             "share": case.share,

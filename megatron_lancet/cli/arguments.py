@@ -84,7 +84,9 @@ def own_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
 
 
 def _num_values(parser: argparse.ArgumentParser, action: argparse.Action, words: Sequence[str]) -> int:
-    """How many of the words behind a flag are its values: of any number, all that its type parses."""
+    """Returns the number of a flag's values in the words after it. A flag of any number takes all words that its type
+    parses.
+    """
     if action.nargs not in ("+", "*"):
         return 1 if action.nargs is None else int(action.nargs)
     for number, word in enumerate(words):

@@ -89,7 +89,7 @@ def training_counts_more(folder: Path | None) -> Iterator[None]:
 
 
 def is_rank_0() -> bool:
-    """Whether this is the first rank; before torch's process groups exist, and after, by the variable ``RANK``.
+    """Whether this is the first rank. Process groups decide; where there are none, the variable ``RANK`` does.
 
     Under srun alone there is no such variable, and Megatron-Bridge has each rank's number from SLURM.
     """

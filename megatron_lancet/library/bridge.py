@@ -15,7 +15,7 @@ def enable(config: Any, **settings: Any) -> list[Any]:
         pretrain(config, forward_step, callbacks=enable(config))
 
     A hook of the configuration runs behind all others, which load weights or put adapters (``config.peft``) around
-    linear layers. When the training has ended or failed, the configuration is without it.
+    linear layers. When a training that has built its model ends or fails, the configuration is without it.
 
     Args:
         config: Bridge's configuration, before ``pretrain`` or ``finetune`` gets it.

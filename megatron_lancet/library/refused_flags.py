@@ -26,19 +26,22 @@ def check_flags(config: LancetConfig) -> None:
 
 
 class OnlyWithPlan(Feature):
-    """Refuses settings that have no effect without a plan: the model is built, and nothing is timed."""
+    """Settings that have no effect without a plan: the model is built, and nothing is timed."""
 
     name = "only_with_plan"
 
     def check(self, facts: RunFacts) -> None:
-        """See the class."""
-        asked = {
-            "--lancet-attention sdpa": facts.config.attention is AttentionChoice.SDPA,
-            f"--lancet-report {facts.config.report_dir}": facts.config.report_dir is not None,
-        }
-        for flag, is_asked in asked.items():
-            if is_asked and facts.plan is None:
-                raise UsageError(
-                    f"{flag} needs a plan, and this model gets none: --lancet-plan is off, or the overlap has nothing "
-                    "to do in it or does not support it. Drop the flag; a line then says which."
-                )
+        """
+        Raises:
+            UsageError: another attention kernel is asked for, which would change the model's numbers.
+        """
+        if facts.config.attention is AttentionChoice.SDPA and facts.plan is None:
+            raise UsageError(
+                "--lancet-attention sdpa needs a plan, and this model gets none: --lancet-plan is off, or the overlap "
+                "has nothing to do in it or does not support it. Drop the flag; a line then says which."
+            )
+
+    def note(self, facts: RunFacts) -> str:
+        """Says that a report is not written."""
+        is_asked = facts.config.report_dir is not None and facts.plan is None
+        return f"; --lancet-report {facts.config.report_dir} is not written without a plan" if is_asked else ""

@@ -23,7 +23,7 @@ _NO_END = 1 << 40
 _RENAMED = {"num_experts": "num_moe_experts"}
 """Arguments that are fields of Megatron's configuration by another name."""
 
-_PACKED = f"does not work with packed samples, which {FLAGS_VARIABLE} always allows"
+_PACKED = f"does not work with packed samples ({FLAGS_VARIABLE} allows them in every run)"
 _OFF = f"train without the overlap: plan='off', in {FLAGS_VARIABLE} --lancet-plan off"
 
 _NOT_IN_0_18 = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")

@@ -112,7 +112,8 @@ def _train(
     try:
         pretrain(run_config, datasets, ModelType.encoder_or_decoder, step, get_embedding_ranks=ranks)
     except SystemExit as request:
-        if request.code is None and get_args().ckpt_convert_format is None:  # a conversion ends with exit()
+        converted = f"{str(get_args().ckpt_convert_save).rstrip('/')}/{get_args().ckpt_convert_format}"
+        if request.code is None and get_args().save != converted:  # a conversion sets save, and ends with exit()
             # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.
             raise SystemExit("error: Megatron ended this rank without a status; it says why above.") from None
         # The exception is not kept: its traceback holds data loaders, whose workers must end before this process.

@@ -175,7 +175,7 @@ class OverlappedRun(Run):
         """The hooks around each training step, the outermost first.
 
         The steering is outermost: it chooses the step's plan before it begins, and reads the others' records after it.
-        The trace and the recorder are innermost: they see Megatron's step and no work around it, as captures of graphs.
+        The trace and the recorder are innermost: they cover Megatron's step alone, and no capture of graphs before it.
         """
         parts = self.steering, *self._features, self.traced
         choosing = [part.observe for part in parts if part is not None]

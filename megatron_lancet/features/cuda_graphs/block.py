@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import is_of_ddp
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.linear import trains_unwatched
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
@@ -191,6 +192,11 @@ class CapturedBlock:
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
         self._results = [self._buffers.like(f"result {index}", one) for index, one in enumerate(self._inputs)]
         # Autograd would make the capture wait for the stream of a deferred weight, which is outside of it.
+        if not all(trains_unwatched(weight.parameter) for weight in self._source.deferred):
+            raise UsageError(
+                "expected trained weights without gradient hooks in a CUDA graph, found a weight that was frozen or "
+                "got a hook after the model was built. Drop --lancet-cuda-graphs, or do so before DDP wraps the model."
+            )
         late = {id(weight.parameter) for weight in self._source.deferred}
         self._direct = [place for place, parameter in enumerate(self._parameters) if id(parameter) not in late]
         sources = *self._inputs, *(self._parameters[place] for place in self._direct)

@@ -110,7 +110,7 @@ class Pairing(Position):
     def steps(cls, stages: Callable[[], Sequence[Any]]) -> Iterator[None]:
         """Inside the context steps by a plan with pairing run in pairs; after it the configurations are as before.
 
-        A model that is built inside had not asked for pairs: with the field set by the user there is no plan.
+        The field of a model that is built inside is False then: a run whose user sets it has no plan.
         """
         # Planning tools and the virtual GPU read this file without Megatron's schedules.
         from megatron_lancet.features.pairing.schedules import paired_schedules

@@ -74,6 +74,8 @@ class AutoTune(Steering):
         self._clock_s = clock_s
         self._pay_off = PayOff()
         self._tuned_steps: list[list[int]] = []
+        self._chosen: StepStats | None = None
+        self._made_for: dict[str, str] | None = None
         self._from_checkpoint: str | None = None
         self._started = False
         self._how = ""
@@ -119,7 +121,8 @@ class AutoTune(Steering):
 
     def _was_skipped(self, result: Any) -> bool:
         """Whether a step of the warm-up is not to be counted: the optimizer allocates its state in its first own step,
-        and a plan needs to know the memory left. Collective in fp16, where steps are skipped until the loss scale fits.
+        and a plan is chosen by the memory that is left. Collective in fp16, where steps are skipped until the loss
+        scale fits.
         """
         if not self._args.fp16 or self._controller.state is not TuningState.WARM_UP:
             return False
@@ -249,8 +252,11 @@ class AutoTune(Steering):
                 plan = controller.plan_failed(reason)
         if controller.state is TuningState.WATCH:  # checkpoints contain Megatron's arguments
             assert controller.chosen is not None
-            made_for = self._maker.made_for()  # the batch may have grown
-            kept = TunedPlan(controller.plan, made_for, controller.chosen, controller.baseline, controller.prediction)
+            if self._made_for is None or self._chosen is not controller.chosen:  # a batch that grows later is another
+                self._chosen, self._made_for = controller.chosen, self._maker.made_for()
+            kept = TunedPlan(
+                controller.plan, self._made_for, controller.chosen, controller.baseline, controller.prediction
+            )
             setattr(self._args, ATTRIBUTE, kept.to_json())
 
     def _failure(self, plan: Plan) -> str | None:

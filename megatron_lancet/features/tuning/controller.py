@@ -291,7 +291,7 @@ class TuningController:
             return
         self.note(
             f"exposed time is {stats.exposed_ms:.1f} ms a step for {NUM_DRIFT_WINDOWS * self.num_tune_steps} steps, "
-            f"{reference.exposed_ms:.1f} ms when the plan was chosen: planning anew"
+            f"{reference.exposed_ms:.1f} ms before: planning anew"
         )
         self.chosen, self.state = stats, TuningState.PROFILE
 

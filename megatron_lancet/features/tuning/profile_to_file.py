@@ -50,7 +50,7 @@ def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan
     num_left = None if args.train_iters is None else num_steps_left(args)
     if num_left is None or num_left < num_steps:
         raise UsageError(
-            f"{FLAG} needs {num_steps} steps; pass --train-iters {num_steps}, not {num_left}, and no --exit-interval "
+            f"{FLAG} needs {num_steps} steps, found {num_left}. Pass --train-iters {num_steps}, and no --exit-interval "
             "or --phase-transition-iterations that ends the run sooner."
         )
 

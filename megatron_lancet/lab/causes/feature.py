@@ -58,7 +58,12 @@ class Causes(Feature):
         interval = run.config.of(CausesFlags).diagnose_interval
         if not interval or run.steering.writes_only:
             return ActiveCauses(run, None)
-        return ActiveCauses(run, CauseWatch(run.setup, run.recorder, run.device, run.is_settled, interval))
+
+        def is_report_due() -> bool:
+            return run.traced is not None and run.traced.is_due()
+
+        watch = CauseWatch(run.setup, run.recorder, run.device, run.is_settled, interval, is_report_due)
+        return ActiveCauses(run, watch)
 
 
 class ActiveCauses(ActiveFeature):

@@ -39,17 +39,20 @@ class CauseWatch:
         device: torch.device,
         is_settled: Callable[[], bool],
         interval: int,
+        is_report_due: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             is_settled: returns whether the run has its final plan; the same on all ranks.
             interval: steps from one traced step to the next.
+            is_report_due: returns whether the next step is traced for the report.
         """
         self._setup = setup
         self._recorder = recorder
         self._device = device
         self._is_settled = is_settled
         self._interval = interval
+        self._is_report_due = is_report_due
         self._changes = Changes()
         self._plan: Plan | None = None
         self.found: list[CausesOfStep] = []
@@ -64,8 +67,9 @@ class CauseWatch:
         return result
 
     def _is_turn(self) -> bool:
-        comm = self._setup.stages[0].decoder.comm
-        if comm.trace is not None or not self._is_settled() or self._recorder.num_steps < NUM_WARM_UP_STEPS:
+        if self._setup.stages[0].decoder.comm.trace is not None or self._is_report_due() or not self._is_settled():
+            return False
+        if self._recorder.num_steps < NUM_WARM_UP_STEPS:
             return False
         return self._recorder.iteration % self._interval == 0
 

@@ -109,7 +109,7 @@ def modelled_run() -> ModelledRun:
 
 
 def _without_data(args: argparse.Namespace) -> None:
-    """Removes what has no effect on a micro-batch or its plan from parsed arguments."""
+    """Removes arguments without an effect on a micro-batch or its plan."""
     for name, value in _RESET.items():
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)

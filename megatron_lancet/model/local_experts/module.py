@@ -58,8 +58,9 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
     @property
     def last_expert_first(self) -> bool:
         """Whether the next forward pass expects the last expert's rows first, as the weights lie in memory."""
-        together = self._together()
-        return together is not None and together.can_group and not self.config.deterministic_mode
+        made = self._layer_by_layer if self.training and torch.is_grad_enabled() else None
+        can_group = made is not None and made.can_group and not self.config.deterministic_mode
+        return can_group and self._together() is not None
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor

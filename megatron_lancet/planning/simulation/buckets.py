@@ -1,7 +1,7 @@
 """Gradient buckets of a simulated backward pass: their weights and their reductions.
 
 Buckets are filled as in Megatron's DDP: with weights from the last layer to the first, dense ones and experts apart,
-up to the bucket size. Behind the first virtual stage of the first pipeline stage there is no bucket size. A bucket is
+up to the bucket size. Only the first virtual stage of the first pipeline stage has a bucket size. A bucket is
 complete when all its weights were reported, each a window of all-to-alls after its last dW was put, or at once if the
 plan defers nothing (``schedule/dw_queue.py``). Norms, routers and embeddings are not in the profile, and so not in the
 buckets.

@@ -1,6 +1,6 @@
 """Bytes that the ranks of a simulated step keep from forward to backward, without the inputs of deferred dWs.
 
-An upper bound: all activations of a stage's micro-batches in flight, as many as in Megatron's 1F1B. In a pair a
+All activations of a stage's micro-batches in flight, as many as in Megatron's 1F1B after its warm-up. In a pair a
 backward frees the last layers while the forward fills the first ones, so pairing adds one layer and what is outside the
 layers, and the layers of one virtual stage where there are several stages.
 """
@@ -68,7 +68,9 @@ class KeptBytes:
 
     def room_for_layers(self, stage: int, room_bytes: int) -> int:
         """Bytes that a stage's layers may keep of one micro-batch if a rank has ``room_bytes`` of free memory."""
-        return room_bytes // self._most_in_flight(stage) - self._kept_beside(stage)
+        numbers = [num for num, its in zip(self._in_flight, self._model.stage_of_layer, strict=True) if its == stage]
+        beside = self._kept_beside(stage) * self._most_in_flight(stage)
+        return round((room_bytes - beside) * len(numbers) / sum(numbers))  # exact where a stage's layers are alike
 
     def _kept_beside(self, stage: int) -> int:
         """Bytes that a stage keeps of one micro-batch next to its layers; an upper bound on a stage in the middle."""
@@ -79,7 +81,7 @@ class KeptBytes:
 
 
 def _in_flight_by_layer(model: ModelFacts) -> Iterator[int]:
-    """Yields the micro-batches whose activations each layer keeps at a time, at most.
+    """Yields the micro-batches whose activations each layer keeps at the end of the warm-up.
 
     Virtual stages take turns after as many micro-batches as there are stages, Megatron's default.
     """

@@ -57,12 +57,15 @@ class TracedSteps:
         self.plan: Plan | None = None
         self.iteration = 0
 
+    def is_due(self) -> bool:
+        """Whether the next step is to be traced as one under the final plan; others then don't trace it."""
+        return self._recorder.num_steps >= NUM_WARM_UP_STEPS and self._is_settled() and self.plan != self._setup.plan
+
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""
         num_steps, plan = self._recorder.num_steps, self._setup.plan
         if self._is_settled():
-            is_traced = self._setup.stages[0].decoder.comm.trace is not None  # a feature does it
-            if num_steps < NUM_WARM_UP_STEPS or self.plan == plan or is_traced:
+            if not self.is_due():
                 return step()
             result, self.last = traced_step(self._setup, self._device, step)
             self.plan, self.iteration = plan, self._recorder.iteration

@@ -286,8 +286,10 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
     for flag, name in OVERLAP_FLAGS.items():
         if getattr(args, name):
             yield flag, "drop it, the plan does what it asks for"
-    fields = (*PADDING, "enable_autocast", "quant_recipe")  # of a configuration that a library has built
-    yield from ((name, "unset this field") for name in fields if getattr(args, name, None))
+    # Of a configuration that a library has built, where Megatron sets one of a pair from the other.
+    for names in (PADDING, ("enable_autocast",), ("quant_recipe",)):
+        if any(getattr(args, name, None) for name in names):
+            yield " and ".join(names), "unset in the configuration"
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:

@@ -143,7 +143,7 @@ LOOP = "while true; do sleep 1; done"
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("text", [f"{LOOP} &\n{LAUNCH} &", f"{LAUNCH}\n{LOOP}"], ids=["background", "foreground"])
 def test_launch_of_a_script_that_goes_on_is_read(tmp_path, monkeypatch, text, trusted):
-    """What it leaves in the background is ended soon after it, and it itself at the limit."""
+    """The sandbox ends background processes soon after the script, and the script at the limit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script, "LIMIT_S", 20.0 if text.startswith(LOOP) else 4.0)
     (tmp_path / "train.sh").write_text(text)

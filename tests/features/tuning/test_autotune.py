@@ -248,6 +248,10 @@ def test_autotune_measures_anew_when_the_batch_grows():
     tuned = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
     assert tuned.made_for == {**MADE_FOR, "num_micro_batches": "8"}
     assert tuned.prediction is None, "the prediction was of four micro-batches"
+    run.maker.micro_batches = 16
+    run.steps(20)
+    later = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
+    assert later.made_for == tuned.made_for, "its steps were of eight micro-batches"
 
 
 def test_autotune_does_not_count_skipped_steps_of_fp16():

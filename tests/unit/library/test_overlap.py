@@ -94,10 +94,12 @@ def test_one_overlap_at_a_time_changes_megatron():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_refused_model_leaves_megatron_as_it_was(tmp_path):
+def test_refused_model_leaves_megatron_as_it_was():
     before = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    with pytest.raises(UsageError, match="--lancet-report"):
-        Overlap(ddp_config(), **SHAPE, num_micro_batches=2, report=tmp_path)([small_gpt(transformer_config(**EXPERTS))])
+    with pytest.raises(UsageError, match="--lancet-attention"):
+        Overlap(ddp_config(), **SHAPE, num_micro_batches=2, attention="sdpa")(
+            [small_gpt(transformer_config(**EXPERTS))]
+        )
     assert calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR is before
     Overlap(**SHAPE).install().close()
 
@@ -122,14 +124,19 @@ def test_number_of_micro_batches_must_be_known():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("plan", ["off", "auto"])
-@pytest.mark.parametrize("name", ["report", "attention"])
-def test_settings_without_effect_on_stock_are_refused(name, plan, tmp_path):
+def test_an_attention_kernel_for_stock_is_refused(plan):
     """There is one rank, so auto has nothing to overlap."""
-    value = {"report": tmp_path / "report", "attention": "sdpa"}[name]
-    overlap = Overlap(ddp_config(), **SHAPE, num_micro_batches=2, plan=plan, **{name: value})
-    with pytest.raises(UsageError, match=f"--lancet-{name} {value} needs a plan, and this model gets none"):
+    overlap = Overlap(ddp_config(), **SHAPE, num_micro_batches=2, plan=plan, attention="sdpa")
+    with pytest.raises(UsageError, match="--lancet-attention sdpa needs a plan, and this model gets none"):
         overlap([small_gpt(transformer_config(**EXPERTS))])
-    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("plan", ["off", "auto"])
+def test_stock_says_that_a_report_is_not_written(plan, tmp_path):
+    with Overlap(ddp_config(), **SHAPE, num_micro_batches=2, plan=plan, report=tmp_path / "report") as overlap:
+        overlap([small_gpt(transformer_config(**EXPERTS))])
+    assert f"--lancet-report {tmp_path / 'report'} is not written without a plan" in overlap.line
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -158,7 +165,7 @@ def test_predictions_in_a_layout_of_the_configuration(layout, is_beside):
 def test_a_row_of_documents_is_no_sequence_of_a_loss(kind, coefficient, none):
     check_packed_samples(transformer_config(**EXPERTS), "rope")
     config = SimpleNamespace(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=coefficient)
-    with pytest.raises(UsageError, match="seq_aux_loss does not work with packed samples, which LANCET_FLAGS always"):
+    with pytest.raises(UsageError, match="seq_aux_loss does not work with packed samples"):
         check_packed_samples(config, "rope")
     config.moe_aux_loss_coeff = none  # Megatron computes no loss then
     check_packed_samples(config, "rope")

@@ -33,13 +33,13 @@ def test_conversion_of_a_checkpoint_ends_with_status_0(monkeypatch):
     def convert(*_: object, **__: object) -> None:
         raise SystemExit
 
-    args = SimpleNamespace(ckpt_convert_format="torch_dist")
+    args = SimpleNamespace(ckpt_convert_format="torch_dist", ckpt_convert_save="to", save="to/torch_dist")
     monkeypatch.setattr(job, "pretrain", convert)
     monkeypatch.setattr(job, "get_args", lambda: args)
     assert job._train(None, convert, convert, convert) == 0
-    args.ckpt_convert_format = None
-    with pytest.raises(SystemExit, match="ended this rank without a status"):
-        job._train(None, convert, convert, convert)
+    for args.ckpt_convert_format, args.save in (("torch_dist", None), (None, "to/torch_dist")):
+        with pytest.raises(SystemExit, match="ended this rank without a status"):
+            job._train(None, convert, convert, convert)
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def steps(monkeypatch):
     run._features = [graphs]
     run.traced = traced_steps.TracedSteps(run.setup, run.recorder, None, lambda: True)
 
-    def run_step(trace: object = None) -> None:
-        comm.trace, step = trace, lambda: log.append("step")
+    def run_step() -> None:
+        step = lambda: log.append("step")  # noqa: E731
         for hook in reversed(run._step_hooks()):
             step = partial(hook, step)
         step()
@@ -78,10 +78,3 @@ def test_traced_step_begins_behind_the_capture_of_graphs(steps):
     for _ in range(5):
         run_step()
     assert log == [*3 * ["step"], "capture", "trace", "step", "step"]
-
-
-def test_step_that_a_feature_traces_is_not_traced_twice(steps):
-    run_step, log = steps
-    for trace in (*3 * [None], object(), None):
-        run_step(trace)
-    assert log == [*3 * ["step"], "capture", "step", "trace", "step"]

@@ -32,6 +32,20 @@ def watch_of(interval: int, recorder: SimpleNamespace | None = None) -> tuple[Ca
     return CauseWatch(setup, recorder, torch.device("cpu"), lambda: True, interval), setup
 
 
+@pytest.mark.parametrize("is_due", [True, False])
+def test_the_step_of_the_report_is_left_to_the_report(monkeypatch, is_due):
+    traced = []
+    monkeypatch.setattr(cause_watch, "traced_step", lambda *args: traced.append(args) or (None, None))
+    monkeypatch.setattr(cause_watch, "traced_rank", lambda *_: None)
+    monkeypatch.setattr(cause_watch, "gathered_causes", lambda *_: found(4, 4.0))
+    monkeypatch.setattr(cause_watch, "megatrons_writer", lambda: None)
+    monkeypatch.setattr(cause_watch, "write_cause_scalars", lambda *_: None)
+    setup, recorder = watch_of(1)[1], SimpleNamespace(num_steps=3, iteration=4)
+    watch = CauseWatch(setup, recorder, torch.device("cpu"), lambda: True, 1, lambda: is_due)
+    watch.observe(lambda: None)
+    assert len(traced) == (not is_due)
+
+
 def found(step: int, rows_ms: float) -> CausesOfStep:
     parts = {str(cause): CausePart(rows_ms if cause is Cause.ROWS else 0.0, 0.0, 3, 1.6) for cause in Cause}
     return CausesOfStep(step, StepCauses(200.0, rows_ms, parts, 0.0, 0.0))

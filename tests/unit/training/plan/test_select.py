@@ -184,10 +184,10 @@ def test_profile_needs_a_run_that_is_long_enough(megatron_args, tmp_path):
     config = config_with(profile=tmp_path / "profile.json")
     check_can_profile(megatron_args("--train-iters", 100), config, fixed_plan(1))
     with pytest.raises(
-        UsageError, match=r"--lancet-profile needs \d+ steps; pass --train-iters \d+, not 12, and no --exit"
+        UsageError, match=r"--lancet-profile needs \d+ steps, found 12\. Pass --train-iters \d+, and no --exit"
     ):
         check_can_profile(megatron_args("--train-iters", 100, "--exit-interval", 12), config, fixed_plan(1))
-    with pytest.raises(UsageError, match="not None"):
+    with pytest.raises(UsageError, match="found None"):
         check_can_profile(megatron_args(train_iters=None), config, fixed_plan(1))
 
 
