@@ -79,7 +79,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _is_an_output_closed() -> bool:
-    """Whether nobody reads an output of this process any more. A flush tells this only if a buffer holds something."""
+    """Whether nobody reads an output of this process any more. A flush fails only if a buffer holds something."""
     poll = select.poll()
     for output in _OUTPUTS:
         poll.register(output, 0)  # POLLERR and POLLHUP are always reported

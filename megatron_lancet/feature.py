@@ -147,7 +147,7 @@ class Steering(ActiveFeature):
         return True
 
     def step_changed(self) -> None:
-        """Notes that steps under the final plan run otherwise from now on. Called at the same step on all ranks."""
+        """Notes that steps under the final plan take another time from now on. Called at the same step on all ranks."""
 
 
 class Feature:

@@ -84,7 +84,7 @@ class _Hook:
         return self._overlap(stages)
 
     def _train(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        """Bridge's training loop. Exit conditions end it with a status, and without its callbacks."""
+        """Bridge's training loop. An exit condition ends it by SystemExit with a status, and no callback is called."""
         try:
             return stock(*args, **kwargs)
         except SystemExit as request:

@@ -216,7 +216,7 @@ class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
 
 
 def trains_unwatched(weight: torch.Tensor) -> bool:
-    """Whether a weight is trained now, and has no hook for a gradient from autograd, which a deferred dW is not."""
+    """Whether a weight is trained now and has no gradient hook: autograd calls hooks, and computes no deferred dW."""
     return weight.requires_grad and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 

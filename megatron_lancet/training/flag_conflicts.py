@@ -53,7 +53,7 @@ def _of_training(args: argparse.Namespace) -> Iterator[str]:
 
 
 def predicts_beside_loss(args: argparse.Namespace) -> bool:
-    """Whether the stage of the loss is that of the predictions: always without ``--pipeline-model-parallel-layout``."""
+    """Whether one stage has loss and predictions, which only ``--pipeline-model-parallel-layout`` can separate."""
     layout = args.pipeline_model_parallel_layout
     if hasattr(layout, "layout"):  # a model's own configuration has read the text
         return any(layer.name == "mtp" for layer in layout.layout[-1][-1])

@@ -51,7 +51,7 @@ class Pool:
         An exception inside is raised again: torch's own error at the end of a failed capture would hide it.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # Fused attention of Transformer Engine takes one also without dropout. Only states for graphs are generators.
+        # Transformer Engine's fused attention reads one also without dropout. Only states for graphs are generators.
         for state in tensor_parallel_random.get_cuda_rng_tracker().get_states().values():
             if isinstance(state, torch.Generator):
                 graph.register_generator_state(state)

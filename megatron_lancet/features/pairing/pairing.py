@@ -158,7 +158,7 @@ class Pairing(Position):
         """Runs a micro-batch's forward to its end; returns what it returned, once.
 
         Raises:
-            UsageError: the forward waited for another number of messages than a pass through the layers does.
+            UsageError: the forward waited for more or fewer messages than one pass through the layers.
         """
         forward = micro_batch.forward
         while not forward.is_done:

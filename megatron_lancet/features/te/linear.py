@@ -127,7 +127,7 @@ class TELinearPerChunk(LinearByPlan):
     def _refuse_later_hooks(self) -> None:
         """
         Raises:
-            UsageError: a hook waits for a gradient from autograd, which has none of a deferred dW.
+            UsageError: a parameter has a gradient hook. Autograd calls hooks, and computes no deferred dW.
         """
         for name, parameter in self._late.items():
             if not trains_unwatched(parameter) and parameter.requires_grad and torch.is_grad_enabled():

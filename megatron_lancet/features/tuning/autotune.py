@@ -252,7 +252,7 @@ class AutoTune(Steering):
                 plan = controller.plan_failed(reason)
         if controller.state is TuningState.WATCH:  # checkpoints contain Megatron's arguments
             assert controller.chosen is not None
-            if self._made_for is None or self._chosen is not controller.chosen:  # a batch that grows later is another
+            if self._made_for is None or self._chosen is not controller.chosen:  # and not at each window
                 self._chosen, self._made_for = controller.chosen, self._maker.made_for()
             kept = TunedPlan(
                 controller.plan, self._made_for, controller.chosen, controller.baseline, controller.prediction

@@ -217,7 +217,7 @@ class TuningController:
         self.note(f"{plan_in_words(plan)}: {self.profiled}")
 
     def step_changed(self) -> None:
-        """Takes the next measurement as the reference of drift: from this step on the chosen plan runs otherwise."""
+        """Takes the next measurement as the reference of drift: the chosen plan takes another time from now on."""
         self._reference = None
         self._num_steps, self._num_unmeasured, self._num_departed = 0, NUM_SETTLE_STEPS, 0
 

@@ -151,7 +151,7 @@ class RowCounts:
         )
 
     def _local_rows(self, chunk: Chunk) -> float:
-        """Rows of a rank's own tokens: as many on every rank, of what was recorded if anything was.
+        """Rows of a rank's own tokens. If routing was recorded, the mean over ranks: all have equally many tokens.
 
         A capacity drops rows, so that fewer are recorded than tokens have experts.
         """

@@ -43,7 +43,7 @@ def test_run_without_the_flags_needs_no_bridge(monkeypatch):
         (None, 6, [3, 6]),  # the last step is one of --iterations-to-skip
         (None, 3, [3]),  # saved by Megatron
         (0, 5, [3, 5]),
-        (16, 5, [3]),  # the loss of step 5 was not finite: weights are those of step 4
+        (16, 5, [3]),  # step 5 had no finite loss and changed no weight
     ],
 )
 def test_last_weights_have_the_number_of_the_last_step(tmp_path, monkeypatch, exit_status, last, steps):
