@@ -19,7 +19,7 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
-from megatron_lancet.training.megatron.models import default_arguments
+from megatron_lancet.training.arguments import default_arguments
 from megatron_lancet.training.plan.limits import routing_over_full_micro_batch
 
 CHUNKS_FLAG, TILES_FLAG = "--chunks", "--tiles"
@@ -35,9 +35,16 @@ def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int, trained: a
         trained: Megatron's arguments of the run that wrote the checkpoint.
 
     Raises:
-        UsageError: there are fewer windows than chunks, or only one rank, or a token's route depends on other tokens.
+        UsageError: there are fewer windows than chunks, or only one rank, or a token's route depends on other tokens,
+            or layers run by Megatron's own forward pass only.
     """
-    args = argparse.Namespace(**{**default_arguments(), **vars(trained)})
+    flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
+    if getattr(trained, "lancet_shortcut_moe", False):
+        raise UsageError(
+            f"{' and '.join(flags)} can't be used: the checkpoint was trained with --lancet-shortcut-moe, whose layers "
+            "are evaluated by Megatron's own forward pass. Drop it."
+        )
+    args = argparse.Namespace(**{**vars(default_arguments()), **vars(trained)})
     for flag in routing_over_full_micro_batch(args) if num_chunks > 1 else ():
         raise UsageError(
             f"{CHUNKS_FLAG} {num_chunks} does not work with {flag}, with which the checkpoint was trained: routes "
@@ -49,7 +56,6 @@ def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int, trained: a
             "--batch-size or fewer chunks."
         )
     if number_of_ranks() == 1:
-        flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
         raise UsageError(
             f"{' and '.join(flags)} {'are' if len(flags) > 1 else 'is'} not possible: one rank holds all experts, so "
             "there are no messages to hide. Start several ranks with torchrun, or drop it."

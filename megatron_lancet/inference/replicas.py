@@ -155,7 +155,7 @@ def _prepared(moe: Any, holders: ExpertHolders, model: LoadedModel, ranks_per_no
     config.num_moe_experts = holders.num_ranks * holders.slots_per_rank
     first = model.rank * holders.slots_per_rank
     slots = list(range(first, first + holders.slots_per_rank))
-    dispatcher = MoEAlltoAllTokenDispatcher(len(slots), slots, config, get_default_pg_collection())
+    dispatcher = type(moe.token_dispatcher)(len(slots), slots, config, get_default_pg_collection())
     assignment = _Assignment.of(holders, model.rank, ranks_per_node, model.device)
     return _Layer(moe, assignment, dispatcher, _copies(moe.experts.local_experts, holders, model.rank))
 

@@ -22,7 +22,6 @@ class Layout:
         nodes: how expert-parallel groups lie on nodes, or why they do not lie on several, see
             :func:`~megatron_lancet.planning.dispatch.nodes_of_group`; None where it is unknown.
         is_quantized: whether Transformer Engine's modules compute in fp8 or fp4.
-        has_row_bound: whether the rows that a rank's experts work on at a time have a bound.
     """
 
     ep_size: int
@@ -31,7 +30,6 @@ class Layout:
     pads_to_capacity: bool = False
     nodes: Nodes | str | None = None
     is_quantized: bool = False
-    has_row_bound: bool = False
 
 
 class Blocker(NamedTuple):

@@ -28,7 +28,6 @@ from megatron_lancet.lab.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.plan_record import record_of
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.gradient_overlap import better_in_gaps
 from megatron_lancet.planning.search.planner import PlannedStep
 
 _NUM_ALTERNATIVES = 5
@@ -115,17 +114,6 @@ def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int)
         print(f"note: {planned.warning}")
 
 
-def print_order_of_reductions(profile: Profile, planned: PlannedStep) -> None:
-    """Prints the flags of another order of gradient reductions, where the plan's step is shorter with it."""
-    found = better_in_gaps(profile, planned.plan)
-    if found is not None:
-        rules, step_ms = found
-        print(
-            f"gradients: {step_ms:.1f} ms predicted with --lancet-comm-priority {rules.priority} "
-            f"--lancet-grad-chunk-mb {rules.chunk_bytes / 1e6:.3g}; this is not measured yet"
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     start_s = time.monotonic()
@@ -144,7 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise UsageError(f"can't write {arguments.output}: {error.strerror or error}") from error
     print_result(planned, content, arguments.alternatives)
-    print_order_of_reductions(profile, planned)
     searched = "all plans of the space" if planned.is_exact else f"{planned.num_simulated} plans simulated"
     print(f"{arguments.output} written; {searched}, {time.monotonic() - start_s:.1f} s")
 

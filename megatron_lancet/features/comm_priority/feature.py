@@ -145,6 +145,11 @@ def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan 
     """
     wanted = config.of(CommPriorityFlags)
     if wanted.comm_priority is CommPriority.OFF:
+        if wanted.grad_chunk_mb != DEFAULT_CHUNK_MB:
+            raise UsageError(
+                f"--lancet-grad-chunk-mb {wanted.grad_chunk_mb:g} cuts gradient reductions, but {FLAG} is off: none is "
+                f"cut. Pass {FLAG} {CommPriority.ALL_TO_ALL_FIRST} too, or drop it."
+            )
         return None
     given = f"{FLAG} {wanted.comm_priority}"
     if plan is None:

@@ -1,1 +1,1 @@
-"""Experts on other ranks than Megatron's: by a file, and while a run trains."""
+"""Experts on other ranks than Megatron's, by a file."""

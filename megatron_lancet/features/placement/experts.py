@@ -58,7 +58,7 @@ def numbered_as_in_model(
         metadata: of Megatron's checkpoint.
     """
     assert not (metadata or {}).get("singleton_local_shards", False), "names of experts in keys are not known here"
-    experts = slots.experts  # a checkpoint that is written in the background keeps the present ones
+    experts = slots.experts
 
     def renumber(part: Any) -> Any:
         if isinstance(part, ShardedTensor | ShardedObject):

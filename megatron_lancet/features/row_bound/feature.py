@@ -183,7 +183,8 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         return []
     line = f"received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
     if bound is not None:
-        line += f", {bound} are allowed"
+        since = " before the bound was measured" if report["peak_expert_rows"] > bound else ""
+        line += f"{since}, {bound} are allowed"
     if not report["num_split_chunks"]:
         return [f"{line}; no chunk had more"]
     return [
@@ -245,6 +246,7 @@ class ReceivedRows(NoBound):
         limit = config.of(RowBoundFlags).max_expert_rows
         self._given = limit if isinstance(limit, int) else None
         self._is_measured = limit is not RowLimitChoice.AUTO
+        self._num_updates = 0
         self._is_told = False
 
     def comm_settings(self) -> Mapping[str, Any]:
@@ -261,6 +263,9 @@ class ReceivedRows(NoBound):
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step; bound the next ones once enough of them have run under the plan."""
+        if self._given is None and self._is_measured and not self._is_settled():
+            limit_rows(self._setup, None)
+            self._is_measured = False
         result = step()
         split = self._comm.stats.first_split
         if split is not None and not self._is_told:
@@ -272,10 +277,20 @@ class ReceivedRows(NoBound):
                     f"{self._comm.settings.max_expert_rows} rows); sent in {split.num_rounds} rounds. Further splits "
                     "appear in the report"
                 )
-        if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_WARM_UP_STEPS:
-            self._is_measured = True
-            self._bound()
+        if not self._is_measured:
+            self._num_updates += not self._was_skipped(result)
+            num_steps = min(self._recorder.num_steps, self._num_updates)
+            if self._is_settled() and num_steps >= NUM_WARM_UP_STEPS:
+                self._is_measured = True
+                self._bound()
         return result
+
+    def _was_skipped(self, result: Any) -> bool:
+        """Whether a step changed no weight: the optimizer allocates its state in the first one that does. Collective in
+        fp16, where steps are skipped until the loss scale fits.
+        """
+        # Megatron's train_step returns (losses, skipped, ...); a library's step says nothing about the optimizer.
+        return bool(self._args.fp16) and any(from_all_ranks(isinstance(result, tuple) and bool(result[1])))
 
     def _bound(self) -> None:
         """Collective over all ranks."""

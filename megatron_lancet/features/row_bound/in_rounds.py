@@ -53,15 +53,17 @@ class ChunkInRounds:
     parameters: Sequence[torch.nn.Parameter]
     _second_runs: list[AbstractContextManager[None]] = field(default_factory=list)
 
-    def run(self, message: AllToAll, ticket: torch.Tensor, sent: Rows) -> torch.Tensor:
+    def run(self, message: AllToAll, ticket: torch.Tensor, sent: Rows, no_rows: torch.Tensor) -> torch.Tensor:
         """Returns the chunk's rows as they come back, like the rows of its last combine; [N, H].
 
         Args:
             message: the one in which the rows would have gone.
             ticket: of that message.
             sent: its tensors.
+            no_rows: the output of the experts on no rows. Autograd visits the parameters behind it, so DDP gets them in
+                the order of a replica whose ranks send the chunk in one message.
         """
-        output: torch.Tensor = _InRounds.apply(self, message, sent, ticket, *self.parameters)
+        output: torch.Tensor = _InRounds.apply(self, message, sent, ticket, no_rows, *self.parameters)
         return output
 
     def forward(self, sent: Rows) -> torch.Tensor:
@@ -144,9 +146,7 @@ class ChunkInRounds:
 
 class _InRounds(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, chunk: ChunkInRounds, message: AllToAll, sent: Rows, ticket: torch.Tensor, *_: torch.nn.Parameter
-    ) -> torch.Tensor:
+    def forward(ctx: Any, chunk: ChunkInRounds, message: AllToAll, sent: Rows, *_: torch.Tensor) -> torch.Tensor:
         ctx.chunk, ctx.message = chunk, message
         ctx.save_for_backward(*sent)
         return chunk.forward(sent)
@@ -155,7 +155,7 @@ class _InRounds(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grads, of_parameters = ctx.chunk.backward(ctx.saved_tensors, grad.contiguous())
         ctx.message.return_gradients(*grads)
-        return None, None, None, grad.new_empty(0), *of_parameters
+        return None, None, None, grad.new_empty(0), grad[:0], *of_parameters
 
 
 def _sum(before: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor | None:

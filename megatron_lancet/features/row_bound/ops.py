@@ -54,7 +54,8 @@ def wait_for_dispatch(unbounded: ForwardOp, moe: OverlappingMoE, x: ChunkState) 
     if x.message.wait_for_launch():
         x.rows = x.message.received(x.ticket)
     else:
-        x.rows, x.has_output = (_in_rounds(moe, x).run(x.message, x.ticket, sent),), True
+        no_rows = _without_rows(moe, *sent)
+        x.rows, x.has_output = (_in_rounds(moe, x).run(x.message, x.ticket, sent, no_rows),), True
         count_chunk(moe, x)
     del x.message, x.ticket
 
@@ -91,6 +92,14 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
         partial(_through_experts, moe),
         [parameter for parameter in moe.stock.experts.parameters() if parameter.requires_grad],
     )
+
+
+def _without_rows(moe: OverlappingMoE, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Runs this rank's experts on no rows, [0, H], for the order in which autograd visits their parameters."""
+    dispatcher, last_expert_first = moe.dispatchers[PLAIN], moe.last_expert_first
+    none = tokens[:0], probs.new_empty(0), dispatcher.even_routes(0, tokens.device)
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+        return run_rows_through_experts(moe, dispatcher, *none, last_expert_first)
 
 
 def _through_experts(moe: OverlappingMoE, received: tuple[torch.Tensor, ...], routes: Routes) -> torch.Tensor:

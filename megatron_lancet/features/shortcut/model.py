@@ -10,7 +10,13 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.shortcut.identity import add_identity_experts, has_identity_experts, postprocess, route
+from megatron_lancet.features.shortcut.identity import (
+    ChunkedRouterToItself,
+    add_identity_experts,
+    has_identity_experts,
+    postprocess,
+    route,
+)
 from megatron_lancet.features.shortcut.order import ADD_SHARED, NAME
 from megatron_lancet.features.shortcut.support import layers_blocker, plan_blocker
 from megatron_lancet.model.adopt import adopt, unknown_class
@@ -69,8 +75,10 @@ class TwoSumsMoE(MoELayer):
     """Input of identity experts, then their output; other methods of a forward pass run in between."""
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Runs first in a forward pass."""
-        self._own_sbH = hidden_states.view_as(hidden_states) if has_identity_experts(self) else None
+        """Runs first in Megatron's forward pass; the overlapping block's training calls it in an op of its own."""
+        is_op = isinstance(self.router, ChunkedRouterToItself) and self.training and torch.is_grad_enabled()
+        keeps = has_identity_experts(self) and not is_op
+        self._own_sbH = hidden_states.view_as(hidden_states) if keeps else None
         return super().shared_experts_compute(hidden_states)
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,7 +66,7 @@ class Tiled(Dispatch):
     def blocker(self, layout: Layout) -> Blocker | None:
         if layout.ep_size <= 1:
             return Blocker(NOTHING_IS_SENT, is_evident=True, advice="raise --expert-model-parallel-size")
-        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._untiled.blocker(layout)
+        return model_blocker(layout.is_quantized) or self._untiled.blocker(layout)
 
 
 def _with_tile(verb: Verb, tile: int) -> Verb:

@@ -3,7 +3,7 @@
 from megatron_lancet.schedule.layout import Blocker
 
 
-def model_blocker(is_quantized: bool, has_row_bound: bool) -> Blocker | None:
+def model_blocker(is_quantized: bool, has_row_bound: bool = False) -> Blocker | None:
     """Why the rows of a model can't go to other ranks in tiles; None if they can.
 
     Args:

@@ -1,4 +1,4 @@
-"""Converts a profile to another kind of gradient reduction, and says where reductions in gaps are faster.
+"""Converts a profile to another kind of gradient reduction.
 
 ``rest_ms`` of a profile includes the wait for gradients if they are reduced after the backward pass, and excludes it if
 the simulator adds it.
@@ -11,13 +11,8 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.stages import split_at_stages
-from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Plan, fixed_plan
-from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
-
-_PARTS = (0.25, 0.5, 1.0)
-_WORTHWHILE_PART = 0.98
+from megatron_lancet.schedule.reductions import GradientReduction
 
 
 def with_reduction(profile: Profile, reduction: GradientReduction | None) -> Profile:
@@ -61,33 +56,3 @@ def _alone_ms(profile: Profile, reduction: GradientReduction) -> float:
     plan = split_at_stages(fixed_plan(1), profile.model.stage_of_layer)
     sums_ms = [sum(one.ms for one in stage.buckets.reductions) for stage in simulator.stages(plan) if stage.buckets]
     return max(sums_ms, default=0.0)
-
-
-def better_in_gaps(profile: Profile, plan: Plan) -> tuple[GradientReduction, float] | None:
-    """Reductions that give way to all-to-alls, where that saves more than 2 % of the plan's step.
-
-    Parts of a quarter, a half and all of a layer's dense gradients are tried, since a gap of a layer holds no more.
-
-    Returns:
-        The best of them and the predicted step; None if none saves as much, or the profile reduces no gradients during
-        the backward pass, or so already.
-    """
-    rules = profile.gradients
-    if rules is None or rules.priority is CommPriority.ALL_TO_ALL_FIRST:
-        return None
-    dense = {
-        (dw.layer_kind, dw.name): dw.weight_bytes
-        for dw in profile.weight_grads
-        if dw.layer_kind is not LayerKind.NONE and dw.after != OpKind.EXPERTS
-    }
-    layer_bytes = max((sum(size for (of, _), size in dense.items() if of is kind) for kind in LayerKind), default=0)
-    if not layer_bytes:
-        return None
-
-    def step_ms(one: GradientReduction) -> float:
-        return Simulator(CostModel(dataclasses.replace(profile, gradients=one))).predict(plan).step_ms
-
-    waiting = dataclasses.replace(rules, priority=CommPriority.ALL_TO_ALL_FIRST)
-    first = [dataclasses.replace(waiting, chunk_bytes=max(1, round(part * layer_bytes))) for part in _PARTS]
-    best_ms, index = min((step_ms(one), index) for index, one in enumerate(first))
-    return (first[index], best_ms) if best_ms < _WORTHWHILE_PART * step_ms(rules) else None

@@ -304,7 +304,7 @@ class VirtualGpu:
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.numel() == 0:
-                return tensor.new_empty(tensor.shape) if tensor.device.type == "meta" else tensor
+                return tensor.new_empty(tensor.shape, device="cpu") if tensor.device.type == "meta" else tensor
             old = tensor.untyped_storage()
             if old._cdata not in storages:
                 new = storages[old._cdata] = self._new(old.nbytes(), stream, is_host)

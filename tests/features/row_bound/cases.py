@@ -43,6 +43,10 @@ IN_LAYOUTS: dict[str, Case] = {
     "guarded/EP2xETP2/two-hop/k=1": Case({}, two_hop.ONE, "EP2xETP2", max_rows=60),
 }
 """On four ranks, as two nodes of two; with EP2xETP2 both holders of an expert work on the rows of both."""
+OF_REPLICAS: dict[str, Case] = {
+    "guarded/EP2xDP2/k=1": Case({}, fixed_plan(1), "EP2xDP2", changes_sums=True, max_rows=138),
+}
+"""Of two groups of ranks with the same experts, one sends more chunks in rounds than the other one."""
 
 
 def rows_of_another_token(stack: ExitStack) -> None:

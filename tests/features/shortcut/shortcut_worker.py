@@ -131,6 +131,7 @@ def compare(case: Case, config: dict[str, Any], disturb: Callable[[ExitStack], N
         "logged": max((relative_difference(logged[name], stock_logged[name]) for name in stock_logged), default=0.0),
         "logged_names_equal": logged.keys() == stock_logged.keys(),
         "state_keys_equal": list(model.state_dict()) == list(weights),
+        "keeps_input": any(getattr(layer.mlp, "_own_sbH", None) is not None for layer in model.decoder.layers),
         "evaluation": difference(evaluated(ddp), stock_evaluated),
         "collectives": observer.collectives,
         "reports": dict(observer.reports),

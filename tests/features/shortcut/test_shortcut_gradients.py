@@ -23,6 +23,7 @@ def check(results, name, case, check_gradients):
     for found in (result[name] for result in results):
         assert found["zero_gradients"] == []
         assert found["state_keys_equal"]
+        assert not found["keeps_input"]
         assert found["collectives"] == results[0][name]["collectives"]
         # A plan along the sequence has another kernel of attention, also in an evaluation.
         assert found["evaluation"] <= (TOLERANCE if name.startswith("sequence") else 0.0)

@@ -162,6 +162,7 @@ def test_gradient_reductions_start_before_the_backward_pass_ends(results):
 def test_bf16_gradients_are_as_close_to_fp32_as_stock(results, check_gradients):
     """Chunks round other partial sums to bf16, so gradients differ in the last bits; their errors must not grow."""
     for rank, result in enumerate(results):
+        assert result["bf16-errors"]
         for name, (stock_error, our_error) in result["bf16-errors"].items():
             assert math.isfinite(stock_error)
             check_gradients({name: our_error}, 1.5 * stock_error + 1e-3, f"rank {rank}", BF16_AGAINST_FP32)
@@ -269,6 +270,26 @@ def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradient
         assert found["num_split_chunks"] <= found["num_chunks"]
         assert (found["num_split_chunks"] == found["num_chunks"]) == (case != row_bound.HALF)
         assert found["num_split_chunks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("in_rounds", "in_one_message"),
+    [
+        ("guarded/plain/k=1", "plain/k=1"),
+        ("guarded/bf16/k=1", "bf16/k=1"),
+        ("guarded/plain/dedup/k=1", "plain/k=1/dedup"),
+        (row_bound.HALF, "plain/k=2"),
+        ("guarded/gaps/k=2", "gaps/k=2"),
+    ],
+)
+def test_rounds_do_not_change_the_order_of_reductions(results, in_rounds, in_one_message):
+    """Of an expert's replicas one may have its rows in rounds and another one in one message."""
+    for result in results:
+        ours, plain = (
+            [op for op in result[case]["collectives"] if op.startswith("reduce")]
+            for case in (in_rounds, in_one_message)
+        )
+        assert ours == plain != []
 
 
 def test_all_rows_to_one_rank_are_as_many_at_a_time_as_may_be(results):

@@ -67,6 +67,12 @@ def test_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradient
         assert found["num_split_chunks"] == found["num_chunks"] > 0
 
 
+@pytest.mark.parametrize("case", row_bound.OF_REPLICAS)
+def test_gradients_of_unlike_replicas_equal_stock(results, case, check_gradients):
+    check_gradients.equal_stock(results, case, TOLERANCE)
+    assert len({result[case]["num_split_chunks"] for result in results}) == 2
+
+
 @pytest.mark.parametrize("case", two_hop.CASES)
 def test_gradients_of_two_hops_equal_stock(results, case, check_gradients):
     settings = two_hop.CASES[case]

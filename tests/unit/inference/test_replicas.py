@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.inference import replicas
 from megatron_lancet.inference.choices import ChoiceRecorder
 from megatron_lancet.inference.replica_choice import (
     Expected,
@@ -100,3 +101,20 @@ def test_expected_loads_are_of_the_fullest_rank():
     assert after == Expected(2 * 22 / 44, pytest.approx(8 / 44 / 2))
     # Rows of all experts are 22 on each rank; expert 0 is on both ranks, and so is 2: 2 and 2 of a rank's are sent.
     assert expected_rows({3: popularity[3]}, {3: holders[3]}, None)[1].most_over_mean == 1
+
+
+def test_replicas_keep_the_kind_of_dispatcher(monkeypatch):
+    """With identity experts a token may send fewer rows than the router chooses, so Megatron's own would not do."""
+    monkeypatch.setattr(replicas, "get_default_pg_collection", lambda: None)
+    given = []
+
+    class OfFewerRows:
+        def __init__(self, *arguments: object) -> None:
+            given.append(arguments)
+
+    experts = SimpleNamespace(local_experts=torch.nn.ModuleList())
+    moe = SimpleNamespace(config=SimpleNamespace(num_moe_experts=4), token_dispatcher=OfFewerRows(), experts=experts)
+    model = SimpleNamespace(rank=1, device=CPU)
+    layer = replicas._prepared(moe, ExpertHolders(4, ((), ())), model, None)
+    assert type(layer.dispatcher) is OfFewerRows
+    assert (given[-1][0], given[-1][1], given[-1][2].num_moe_experts) == (2, [2, 3], 4)

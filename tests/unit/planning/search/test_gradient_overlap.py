@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.lab.what_if.forecast import Forecaster, NetworkChoice
-from megatron_lancet.planning.search.gradient_overlap import better_in_gaps, measured_with, with_reduction
+from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
-from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
+from megatron_lancet.schedule.reductions import GradientReduction
 
 MB = 1_000_000
 # 6 ms of experts; a rank has 512 rows of 1000 bytes.
@@ -84,20 +84,3 @@ def test_plans_are_chosen_with_reductions_on_the_link():
     assert planned.no_overlap is not None
     assert planned.prediction.step_ms <= simulate(beside, make_plan(profile, limits).plan).prediction.step_ms
     assert make_plan(beside, limits) == planned
-
-
-def test_reductions_in_gaps_are_proposed_where_they_save_enough():
-    """One chunk: a layer has gaps of 5 and 6 ms, and messages of 6 ms; its gradient takes 6 ms."""
-    machine = Machine("mmmmmm", link_ms=6.0, latency_ms=0.0, counts_ms=0.0)
-    profile = synthetic_profile(machine)
-    link = dataclasses.replace(profile.link, all_reduce=((0, 0.0), (MB, 10.0)))
-    profile = dataclasses.replace(profile, link=link, gradients=GradientReduction(2, bucket_bytes=MB))
-    found = better_in_gaps(profile, fixed_plan(1))
-    assert found is not None
-    rules, step_ms = found
-    assert (rules.priority, rules.chunk_bytes, rules.bucket_bytes) == (CommPriority.ALL_TO_ALL_FIRST, MB // 2, MB)
-    assert step_ms == simulate(dataclasses.replace(profile, gradients=rules), fixed_plan(1)).prediction.step_ms
-    assert step_ms < 0.98 * simulate(profile, fixed_plan(1)).prediction.step_ms
-    assert better_in_gaps(profile, fixed_plan(2)) is None
-    assert better_in_gaps(dataclasses.replace(profile, gradients=rules), fixed_plan(1)) is None
-    assert better_in_gaps(dataclasses.replace(profile, gradients=None), fixed_plan(1)) is None

@@ -120,13 +120,15 @@ class Run:
         monkeypatch.setattr(row_bound, "get_num_microbatches", lambda: 2)
         monkeypatch.setattr(row_bound, "least_room_bytes", lambda _: room_bytes)
         monkeypatch.setattr(row_bound, "from_all_ranks", lambda own: [own, others_bound, None])
+        self.args = args_of()
         self.rows = ReceivedRows(
-            args_of(), config_with(RowBoundFlags(limit)), self.setup, self.recorder, "cpu", lambda: self.is_settled
+            self.args, config_with(RowBoundFlags(limit)), self.setup, self.recorder, "cpu", lambda: self.is_settled
         )
 
-    def step(self) -> None:
-        def run() -> None:
+    def step(self, skipped: int = 0) -> None:
+        def run() -> tuple[dict[str, object], int]:
             self.recorder.num_steps += 1
+            return {}, skipped
 
         self.rows.observe(run)
 
@@ -145,6 +147,47 @@ def test_smallest_bound_of_all_ranks_is_measured_once(monkeypatch):
         "Megatron-Lancet received rows: at most 107 of a chunk on a rank at a time, for which the 0 MB that are free "
         "on every rank are enough"
     ]
+
+
+def test_a_new_plan_runs_without_the_bound_of_the_last_one(monkeypatch):
+    run = Run(monkeypatch, RowLimitChoice.AUTO, others_bound=107)
+    for _ in range(3):
+        run.step()
+    run.is_settled = False
+    run.step()
+    run.step()
+    assert run.limits == [107, None]
+    run.is_settled, run.recorder.num_steps = True, 0  # the recorder restarts with a plan
+    for _ in range(4):
+        run.step()
+    assert run.limits == [107, None, 107]
+
+
+def test_a_given_bound_stays_while_a_plan_is_sought(monkeypatch):
+    run = Run(monkeypatch, 300, others_bound=1)
+    run.is_settled = False
+    run.step()
+    assert run.limits == []
+
+
+def test_steps_that_fp16_skips_are_not_measured(monkeypatch):
+    """A step counts as skipped if any rank has skipped it."""
+    run = Run(monkeypatch, RowLimitChoice.AUTO, others_bound=107)
+    bounds, other_skips = row_bound.from_all_ranks, False
+    monkeypatch.setattr(
+        row_bound, "from_all_ranks", lambda own: [own, other_skips] if isinstance(own, bool) else bounds(own)
+    )
+    run.args.fp16 = True
+    for _ in range(5):
+        run.step(skipped=1)
+    other_skips = True
+    run.step()
+    other_skips = False
+    run.step()
+    run.step()
+    assert run.limits == []
+    run.step()
+    assert run.limits == [107]
 
 
 @pytest.mark.parametrize(("plan", "expected"), [(PLAN, 100 + 9_000 // (320 * 4)), (paired(PLAN), 100 + 9_000 // 1920)])
@@ -187,7 +230,7 @@ def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
 
 
 def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
-    quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
+    quiet, busy_once = CommTimes(num_chunks=8, peak_expert_rows=120), CommTimes(num_chunks=8, peak_expert_rows=300)
     busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, num_split_steps=1, most_rounds=4)
     assert (
         "received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
@@ -195,4 +238,6 @@ def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
     )
     text = report_of_received_rows(quiet, quiet, bound=300)
     assert "at most 120 of a chunk on a rank at a time, 300 are allowed; no chunk had more" in text
+    text = report_of_received_rows(busy_once, quiet, bound=200)
+    assert "at most 300 of a chunk on a rank at a time before the bound was measured, 200 are allowed; no chunk" in text
     assert "received rows" not in report_of_received_rows(quiet, bound=None)

@@ -36,6 +36,12 @@ def test_comm_priority_micro_ops_have_the_requested_size():
     assert choose_micro_ops(arguments(overlap_grad_reduce=False), config_with(), fixed_plan(2)) is None
 
 
+def test_size_of_parts_without_the_priority_is_refused():
+    off = config_with(CommPriorityFlags(grad_chunk_mb=2.5))
+    with pytest.raises(UsageError, match=r"^--lancet-grad-chunk-mb 2.5 cuts .* is off: .* all-to-all-first too"):
+        choose_micro_ops(arguments(), off, fixed_plan(2))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
