@@ -118,9 +118,7 @@ class Explanation:
         no_overlap: prediction without chunks and deferral; None if unknown.
         other_dispatches_ms: predicted step time of this plan with each other dispatch that the run can use.
         others: the alternatives of the search, see :class:`~megatron_lancet.planning.search.planner.Alternative`.
-        alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
         excluded: parts of the search space that were not considered, and why.
-        warning: warning of the search; None if there is none.
     """
 
     plan: Plan
@@ -129,9 +127,7 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     ends: tuple[LayerExplanation, ...]
     no_overlap: Prediction | None
-    alternatives: tuple[tuple[str, float, bool], ...]
     excluded: tuple[Exclusion, ...]
-    warning: str | None
     others: tuple[Alternative, ...] = ()
     other_dispatches_ms: Mapping[Dispatch, float] = field(default_factory=dict)
 
@@ -163,10 +159,6 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
         reader = _StageReader(simulator, plan, simulation, planned)
         for kind in simulation.kinds(plan, num_micro_batches):
             (ends if kind.is_at_end else layers).extend(reader.layers(kind))
-    others: dict[str, tuple[str, float, bool]] = {}
-    for other in planned.alternatives if planned else ():
-        others.setdefault(str(other.plan), (str(other.plan), other.prediction.step_ms, other.fits))
-    others.pop(str(plan), None)
     return Explanation(
         plan=plan,
         prediction=simulator.predict(plan),
@@ -174,9 +166,7 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
         layers=tuple(sorted(layers, key=lambda layer: layer.layer)),
         ends=tuple(sorted(ends, key=lambda layer: layer.layer)),
         no_overlap=planned.no_overlap if planned else None,
-        alternatives=tuple(others.values()),
         excluded=planned.excluded if planned else (),
-        warning=planned.warning if planned else None,
         others=planned.alternatives if planned else (),
         other_dispatches_ms=_other_dispatches_ms(simulator, plan),
     )

@@ -265,7 +265,7 @@ class ChunkRouting:
 
     layer: int
     chunk_dim: ChunkDim
-    num_chunks: int
+    num_chunks: CountFrom1
     chunk: int
     sent: tuple[Size, ...]
     received: tuple[Size, ...]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lancet.files.atomic import atomic_write
@@ -31,7 +31,7 @@ class ProfileKey:
 
     @staticmethod
     def of(profile: Profile) -> "ProfileKey":
-        """Returns the key under which a profile is kept."""
+        """Returns the key of a profile that has all plans of its run."""
         return ProfileKey(profile.model, profile.device, profile.versions, names_of(profile.measured_steps_ms))
 
     def fields(self) -> dict[str, str]:
@@ -78,14 +78,18 @@ def load(folder: Path, key: ProfileKey) -> Profile | None:
     if not path.exists():
         return None
     profile = read_profile(path)
-    check_fits(profile, key, str(path))
+    check_fits(profile, replace(key, plans=ProfileKey.of(profile).plans), str(path))
     return profile
 
 
-def keep(folder: Path, profile: Profile) -> Path:
-    """Writes a profile into the file that :func:`load` reads; creates the folder."""
+def keep(folder: Path, profile: Profile, plans: tuple[str, ...]) -> Path:
+    """Writes a profile into the file that :func:`load` reads; creates the folder.
+
+    Args:
+        plans: names of the plans of the run. The profile lacks plans that the model refused.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    return write(ProfileKey.of(profile).path(folder), profile)
+    return write(replace(ProfileKey.of(profile), plans=plans).path(folder), profile)
 
 
 def write(path: Path, profile: Profile) -> Path:

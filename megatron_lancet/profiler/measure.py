@@ -1,6 +1,6 @@
 """Profiles a run while it trains: traces some steps under several plans, then returns the same profile on all ranks.
 
-    run = ProfileRun(model)
+    run = ProfileRun(model, plans)
     for index, plan in enumerate(run.plans):
         ...switch all ranks to plan...
         with run.step(index):
@@ -117,20 +117,17 @@ class ProfileRun:
         plans: plan of each step, in order. Neighbours are often equal, and then there is nothing to switch.
     """
 
-    def __init__(
-        self, model: ProfiledModel, plans: Sequence[Plan] | None = None, num_traced_steps: int = NUM_TRACED_STEPS
-    ) -> None:
+    def __init__(self, model: ProfiledModel, plans: Sequence[Plan], num_traced_steps: int = NUM_TRACED_STEPS) -> None:
         """Collective over all ranks of the world.
 
         Args:
-            plans: plans to measure, None for :func:`plans_to_profile`.
+            plans: plans to measure.
             num_traced_steps: traced steps of each plan, after one in which memory is counted.
         """
         self._model = model
         self._ep_group = _first_rank_of(parallel_state.get_expert_model_parallel_group())
         self._key = key_of(model)
         facts = self._key.model
-        plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length, token_multiple=facts.token_multiple)
         self.plans = [plan for plan in plans for _ in range(1 + num_traced_steps)]
         self._num_steps_of_plan = 1 + num_traced_steps
         self._trace = Trace(model.device, dist.get_rank())

@@ -169,7 +169,7 @@ def test_damaged_profiles_are_refused_or_read(folder, profile):
 
 def test_damaged_kept_profiles_are_refused_or_read(folder, profile):
     key = cache.ProfileKey.of(profile)
-    path = cache.keep(folder / "cache", profile)
+    path = cache.keep(folder / "cache", profile, key.plans)
     good = path.read_bytes()
 
     @fuzzed(150)

@@ -98,7 +98,8 @@ class TuningController:
         plan: plan of the present steps; meaningless while the profiler chooses.
         settled: whether a plan was chosen: it has won, stayed, or was taken from a checkpoint.
         profiled: measured under the first plan of the profile; None before that.
-        baseline: the last measurement without overlap; None before one, or if a checkpoint's plan has none.
+        baseline: the last measurement without overlap; None before one, if a checkpoint's plan has none, or if the
+            batch grew after no overlap had left the race.
         prediction: for ``plan``; None if there is none.
         chosen: measured under ``plan`` when it was chosen; None until then.
         compared: ``plan`` and no overlap in the race that ``plan`` has won; None without such a race.
@@ -228,7 +229,7 @@ class TuningController:
         self._num_steps_since_plan = 0
         planned = self._planned = replace(planned, finalists=tuple(map(_without_stages, planned.finalists)))
         kernels = () if planned.kernel is None else (planned.kernel,)
-        present = Candidate(self.plan, prediction=self.prediction)
+        present = Candidate(self.plan)  # an older prediction may be for other routing, or another batch
         racers: dict[Plan, Candidate] = {}
         for candidate in (NO_OVERLAP, *kernels, *planned.finalists, *planned.others, present):
             known = racers.get(candidate.plan)
@@ -268,7 +269,7 @@ class TuningController:
         if winner is None:
             return self._to(TuningState.RACE, race.plan, race.num_unmeasured)
         self._race = None
-        self.baseline = race.stats_of(NO_OVERLAP) or self.baseline
+        self.baseline = race.stats_of(NO_OVERLAP)
         self.prediction = winner.prediction
         self.remark = _remark(winner.plan, planned)
         stats = race.stats_of(winner)

@@ -42,7 +42,7 @@ from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.memory_budget import least_room_bytes
 
 _NUM_REFRESH_STEPS = 2
-"""Traced steps that measure the shares of rows and the links, when the costs of ops are known."""
+"""Traced steps that measure the rows of ranks and the links, when the costs of ops are known."""
 MISFIT_SHARE = 0.25
 """A kept profile that is wrong by more than this share of a step, or of a message, is reported: other hosts, another
 network, other jobs. Predictions from a profile of the same run are closer."""
@@ -58,7 +58,6 @@ class ProfilingPlanMaker:
 
     Attributes:
         profile: the profile of the last plan, on rank 0; None before, and on other ranks.
-        planned: the planner's answer, on rank 0.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class ProfilingPlanMaker:
         self._num_micro_batches = 0
         self._source = ""
         self.profile: Profile | None = None
-        self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
         """The inputs of a plan, by name: model, layout, device, versions, the user's limits."""
@@ -197,16 +195,18 @@ class ProfilingPlanMaker:
     def _keep(self, profile: Profile) -> None:
         try:
             if self._cache_dir is not None:
-                cache.keep(self._cache_dir, profile)
+                cache.keep(self._cache_dir, profile, cache.names_of(self._plans))
         except OSError as error:
             self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
 
     def _refreshed(self, found: Profile) -> Profile:
-        """The known profile with new links and shares of rows."""
+        """The known profile with new links and rows. Chunks that did not run get rows by the new shares."""
         assert self.profile is not None
         # A batch that grows has more micro-batches by now.
         model = replace(self.profile.model, num_micro_batches=found.model.num_micro_batches)
-        return replace(self.profile, model=model, link=found.link, received_share=found.received_share)
+        routing = found.routing or self.profile.routing  # large groups record none in chunks
+        shares = found.received_share
+        return replace(self.profile, model=model, link=found.link, received_share=shares, routing=routing)
 
     def _misfits(self, found: Profile) -> bool:
         """Compares the profile in the cache with this run, and says where it differs. Called on rank 0.
@@ -272,7 +272,6 @@ class ProfilingPlanMaker:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training must go on without a plan
             return f"planning failed: {type(error).__name__}: {error}"
-        self.planned = planned
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)

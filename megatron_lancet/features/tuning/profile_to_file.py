@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from tqdm import tqdm
 
 from megatron_lancet.config import LancetConfig
@@ -70,14 +71,26 @@ class ProfileToFile(Steering):
         self._device = device
         self._plans = plans_within(args, config, planning_limits(args, config))
         self._progress: tuple[ProfileSteps, tqdm[Any]] | None = None
+        self._num_micro_batches = 0
 
     def observe(self, step: Callable[[], Any]) -> Any:
-        """Runs a training step and measures it; after the last one writes the profile and lets training end."""
+        """Runs a training step and measures it; after the last one writes the profile and lets training end.
+
+        Raises:
+            UsageError: the batch has grown since the first step.
+        """
+        now = get_num_microbatches()
         if self._progress is None:
+            self._num_micro_batches = now
             model = profiled_model(self._args, self._config, self._setup, self._device)
             steps = ProfileSteps(ProfileRun(model, self._plans))
             silent = dist.get_rank() != 0
             self._progress = steps, tqdm(total=len(steps.plans) + 1, desc="profile", unit="step", disable=silent)
+        elif now != self._num_micro_batches:
+            raise UsageError(
+                f"{FLAG} needs steps of one size, found {now} micro-batches in a step after {self._num_micro_batches}. "
+                "Drop --step-batch-size-schedule and --rampup-batch-size."
+            )
         steps, bar = self._progress
         plan = steps.next_plan
         assert plan is not None

@@ -119,6 +119,7 @@ class RowCounts:
         self.costs = costs
         self.loads = loads
         self._shares = [loads.shares[rank] for rank in loads.simulated]
+        self._rows_of_token = _rows_of_token(costs.profile)
 
     def tokens(self, chunk: Chunk) -> int:
         """Tokens of a chunk on each rank."""
@@ -151,10 +152,14 @@ class RowCounts:
         )
 
     def _local_rows(self, chunk: Chunk) -> float:
-        """Rows of a rank's own tokens. If routing was recorded, the mean over ranks: all have equally many tokens.
-
-        A capacity drops rows, so that fewer are recorded than tokens have experts.
-        """
+        """Rows of a rank's own tokens. If routing was recorded, the mean over ranks: all have equally many tokens."""
         if chunk.routing is not None:
             return sum(chunk.routing.received) / len(chunk.routing.received)
-        return self.tokens(chunk) * self.costs.model.topk
+        return self.tokens(chunk) * self._rows_of_token
+
+
+def _rows_of_token(profile: Profile) -> float:
+    """Mean rows of a token in the recorded chunks: a capacity drops or adds some. Top-k if none are recorded."""
+    model, routing = profile.model, profile.routing
+    num_tokens = model.micro_batch_size * model.seq_length * model.ep_size * sum(1 / one.num_chunks for one in routing)
+    return sum(sum(one.received) for one in routing) / num_tokens if routing else model.topk

@@ -31,7 +31,7 @@ def make(monkeypatch):
     monkeypatch.setattr(Run, "result", PROFILE)
 
     def build(limits=BATCH, cache_dir=None, attention=AttentionChoice.AUTO):
-        monkeypatch.setattr(Run, "adds_plans", cache_dir is not None)  # a profile is kept by its plans
+        monkeypatch.setattr(Run, "adds_plans", cache_dir is not None)  # as a kept profile has
         monkeypatch.setattr(plan_maker, "planning_limits", lambda args, config: limits)
         args = SimpleNamespace(
             micro_batch_size=MACHINE.micro_batch_size,

@@ -201,6 +201,22 @@ def test_batch_that_grows_during_a_race_is_measured_anew():
     assert tuning.lines[-1] == "a step has 8 micro-batches now, 4 before: measuring anew"
 
 
+def test_baseline_of_a_smaller_batch_is_forgotten():
+    """A kept profile measures no overlap, which leaves the race before the batch grows."""
+    tuning = profiling()
+    tuning.profiled_first(BASE, [StepTimes(201.0, 50.0, 100.0)] * 3)
+    assert tuning.baseline.step_ms == 201
+    tuning.planned(planned(PLAN, OTHER, no_overlap_ms=201))
+    for step_ms in (200.0, 150.0, 160.0):
+        while not tuning.step_done(4):
+            pass
+        tuning.decide([StepTimes(step_ms, 10.0, 100.0)] * TURN)
+    assert tuning.lines[-1].startswith("out after 1 turn: no overlap")
+    assert not tuning.step_done()
+    race(tuning, {PLAN: 300, OTHER: 320}, seen=(PLAN, OTHER))
+    assert (tuning.plan, tuning.chosen.step_ms, tuning.baseline, tuning.compared) == (PLAN, 300, None, None)
+
+
 def test_only_plan_is_no_overlap():
     tuning = profiling()
     in_two_stages = replace(BASE, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
@@ -258,7 +274,7 @@ def test_drift_of_exposed_time_starts_another_race(exposed_ms):
     tuning.planned(planned(OTHER))
     race(tuning, {BASE: 220, OTHER: 180, PLAN: 170}, exposed_ms)
     assert (tuning.plan, tuning.chosen.step_ms, tuning.num_plans) == (PLAN, 170, 2)
-    assert tuning.prediction == StepEstimate(148.0, 10.0)
+    assert tuning.prediction is None, "the known one is older than the drift"
 
 
 def test_paired_plan_stays_if_planning_fails_after_drift():

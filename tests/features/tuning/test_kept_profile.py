@@ -6,7 +6,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.features.tuning import plan_maker
+from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.plan import ChunkDim, plan_without_overlap
 from tests.features.tuning.fake_profile_runs import (
     BATCH,
     PROFILE,
@@ -36,6 +40,58 @@ def test_kept_profile_without_a_plan_of_the_run_is_not_used(make, tmp_path):
     assert wider.num_steps() == 16
     assert profiled(wider)[1] == 4
     assert make(cache_dir=tmp_path).num_steps() == 3, "both are kept"
+
+
+def routed(share, *chunk_counts):
+    """The profile with this share of all rows on the first rank, in chunks of these counts as recorded."""
+    rows = PROFILE.model.num_rows
+    routing = tuple(
+        ChunkRouting(
+            layer,
+            ChunkDim.BATCH,
+            num_chunks,
+            chunk,
+            sent=tuple(round(rows * its / num_chunks) for its in (1 - share, share)),
+            received=tuple(round(2 * rows * its / num_chunks) for its in (share, 1 - share)),
+        )
+        for layer in (1, 2)
+        for num_chunks in chunk_counts
+        for chunk in range(num_chunks)
+    )
+    return replace(PROFILE, received_share=(share, 1 - share), routing=routing)
+
+
+def test_kept_profile_predicts_with_the_rows_of_the_run(make, monkeypatch, tmp_path):
+    """Both ranks got the same rows when it was kept; the run measures those of its present plan, which has 4 chunks."""
+    monkeypatch.setattr(Run, "result", routed(0.5, 1, 2, 4))
+    profiled(make(cache_dir=tmp_path))
+    now = with_step(routed(0.75, 4))
+    simulator = Simulator(CostModel(now))
+    monkeypatch.setattr(Run, "result", now)
+    maker = make(cache_dir=tmp_path)
+    planned, num_steps = profiled(maker)
+    assert (num_steps, maker.notes) == (2, [])
+    assert planned.finalists[0].prediction == simulator.expected_step(best(planned))
+    assert planned.no_overlap_ms == simulator.expected_step(plan_without_overlap()).step_ms
+    # Ranks of large groups record no rows of chunks.
+    monkeypatch.setattr(Run, "result", replace(now, routing=()))
+    later = make(cache_dir=tmp_path)
+    profiled(later)
+    assert later.profile.routing == now.routing
+
+
+def test_profile_without_a_refused_plan_is_found_again(make, tmp_path):
+    maker = make(cache_dir=tmp_path)
+    maker.begin(again=False)
+    while (plan := maker.next_plan()) is not None:
+        if plan.num_chunks == 4:
+            maker.drop("no such kernel")
+        else:
+            maker.run_step(lambda: None)
+    maker.make()
+    later = make(cache_dir=tmp_path)
+    assert later.num_steps() == 3
+    assert later.notes == []
 
 
 def test_kept_profile_of_another_network_is_said_and_mended(make, monkeypatch, tmp_path):

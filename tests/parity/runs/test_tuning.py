@@ -16,8 +16,8 @@ from tests.ranks.pretraining import EP2, Run, command_line, pretrain
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("tuning_worker.py")
-NUM_ITERS, SAVED_AT = 180, 178
-"""A race between six plans, and then with the attention kernel, takes at most 130 steps if a turn has one."""
+NUM_ITERS, SAVED_AT = 120, 118
+"""A profile and a race of six plans, and then of the attention kernel, take at most 100 steps if the race is short."""
 NUM_SCRIPTED_ITERS = 61
 TUNED = ["--lancet-tune-steps", "3"]
 NONE = "chunks=1 dim=batch range=stack"
@@ -63,13 +63,15 @@ def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     shared = [*EP2, "--lancet-tune-steps", "1", "--lancet-cache", tmp_path / "cache"]
     saving = ["--save", tmp_path / "checkpoints", "--save-interval", SAVED_AT]
     report = ["--lancet-report", tmp_path]
-    run = pretrain(token_data, [*shared, *saving, *report], tmp_path / "first", train_iters=NUM_ITERS)
+    extra = [*shared, *saving, *report]
+    run = pretrain(token_data, extra, tmp_path / "first", train_iters=NUM_ITERS, LANCET_TEST_SHORT_RACE="1")
     assert len(run.losses) == NUM_ITERS
     assert_equal(run, stock)
     said = lines_of(run)
     assert any("weight gradients deferred by up to two all-to-alls: " in line for line in said), said
-    racers = r"measuring \d plans in turns: no overlap; no overlap, fused attention; .*predicted .*"
-    expected = re.compile(rf"{racers}best of \d+, planned in .* from a profile of \d+ steps")
+    # A noisy profile can make the plan without overlap a finalist. Its text then has a prediction too.
+    racers = r"measuring \d plans in turns: (?=.*, predicted )no overlap[^;]*; no overlap, fused attention\b.*"
+    expected = re.compile(rf"{racers}\(best of \d+, planned in .* from a profile of \d+ steps")
     assert any(expected.search(line) for line in said), said
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["tuning"]["stage"] == "watch"
@@ -140,7 +142,7 @@ def test_race_drops_slow_plans_and_replans_after_drift(stock, token_data, tmp_pa
     assert len(run.losses) == NUM_SCRIPTED_ITERS
     assert_equal(run, stock)
     kinds = (
-        "tuned during training", "tunes during the first 37 steps", "no overlap: ",
+        "tuned during training", "tunes during about the first 37 steps", "no overlap: ",
         "measuring 4 plans in turns: no overlap; fused; chunks=4 .* predicted 50.0 ms",
         "out after 2 turns: fused .*, chunks=4 .*, chunks=2 .* no overlap takes",
         "no overlap: measured .* and no plan is faster .* the attention kernel alone gave 0",
@@ -156,4 +158,7 @@ def test_auto_plans_for_pipeline_stages(token_data, tmp_path):
     stages = ["--pipeline-model-parallel-size", 2, "--num-layers", 4, "--disable-bias-linear", "--overlap-grad-reduce"]
     run = pretrain(token_data, [*EP2, *TUNED, *stages], tmp_path, 4, train_iters=60)
     (line,) = [line for line in lines_of(run) if "measuring" in line]
-    assert re.search(r"measuring \d plans in turns: no overlap; .*layers 3-end: .*predicted .*\(best of \d+", line)
+    # A noisy profile can favour plans that overlap nothing: these are the same on all stages.
+    predicted = r"(layers 3-end: .*|(no overlap|dw=none)[^;]*), predicted "
+    assert re.search(r"measuring \d plans in turns: no overlap\b.*\(best of \d+", line)
+    assert re.search(predicted, line), line

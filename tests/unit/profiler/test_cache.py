@@ -24,7 +24,7 @@ def with_model(**changes: object) -> ProfileKey:
 def test_kept_profile_is_found_again(tmp_path):
     folder = tmp_path / "profiles"
     assert cache.load(folder, KEY) is None
-    path = cache.keep(folder, PROFILE)
+    path = cache.keep(folder, PROFILE, ())
     assert read_profile(path) == PROFILE
     assert cache.load(folder, KEY) == PROFILE
     assert [file.name for file in folder.iterdir()] == [path.name]
@@ -45,20 +45,20 @@ def test_kept_profile_is_found_again(tmp_path):
     ],
 )
 def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
-    cache.keep(tmp_path, PROFILE)
+    cache.keep(tmp_path, PROFILE, ())
     assert cache.load(tmp_path, key) is None
 
 
 def test_bound_of_memory_is_not_part_of_the_profile_key(tmp_path):
     bounded = [str(dataclasses.replace(fixed_plan(chunks), dw_memory_bytes=1 << 20)) for chunks in (2, 1)]
     profile = dataclasses.replace(PROFILE, measured_steps_ms=dict.fromkeys(bounded, 1.0))
-    cache.keep(tmp_path, profile)
+    cache.keep(tmp_path, profile, cache.names_of(bounded))
     key = dataclasses.replace(KEY, plans=cache.names_of([fixed_plan(1), fixed_plan(2)]))
     assert cache.load(tmp_path, key) == profile
 
 
 def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):
-    cache.keep(tmp_path, PROFILE)
+    cache.keep(tmp_path, PROFILE, ())
     assert cache.load(tmp_path, with_model(row_bytes=7, counts_bytes=9)) == PROFILE
 
 
@@ -74,15 +74,15 @@ def test_kept_profile_of_another_run_is_refused_field_by_field():
 
 
 def test_damaged_kept_profile_is_an_error(tmp_path):
-    cache.keep(tmp_path, PROFILE).write_text("{}")
+    cache.keep(tmp_path, PROFILE, ()).write_text("{}")
     with pytest.raises(RecordError, match="version"):
         cache.load(tmp_path, KEY)
 
 
 def test_failed_write_keeps_the_old_profile(tmp_path, monkeypatch):
-    path = cache.keep(tmp_path, PROFILE)
+    path = cache.keep(tmp_path, PROFILE, ())
     monkeypatch.setattr(Profile, "to_json", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cache.keep(tmp_path, PROFILE)
+        cache.keep(tmp_path, PROFILE, ())
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert cache.load(tmp_path, KEY) == PROFILE

@@ -69,3 +69,14 @@ def test_rows_that_stay_follow_from_what_was_recorded():
     chunk = Chunk(Pieces(), 0, routing)
     assert counts.kept(chunk) == [128, 128]
     assert counts.sent(chunk) == Rows([128, 128], [128, 128])
+
+
+def test_rows_that_a_capacity_adds_are_in_all_chunks():
+    """Padded to 1.25 times the even rows, a rank's experts get 640 rows of 8 x 64 tokens of each rank."""
+    routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (320, 320), (640, 640))
+    costs = CostModel(dataclasses.replace(synthetic_profile(Machine()), routing=(routing,)))
+    recorded = RowCounts(costs, Loads.measured(costs.profile)).sent(Chunk(Pieces(), 0, routing))
+    by_shares = RowCounts(costs, Loads.of(costs.model, (0.5, 0.5)))
+    assert recorded == Rows([320, 320], [320, 320])
+    assert by_shares.sent(Chunk(Pieces(), 0)) == Rows([320], [320])
+    assert by_shares.received(Chunk(Pieces(ChunkDim.BATCH, 2), 1)) == [320]
