@@ -5,11 +5,10 @@ whatever the layout of the training was: Megatron's distributed checkpoints load
 """
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,18 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
 from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE
 from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.checkpoint_reader import StoredRun
-from megatron_lancet.training.megatron.models import build_plain_gpt, default_arguments
+from megatron_lancet.training.arguments import default_arguments
+from megatron_lancet.training.megatron.models import build_plain_gpt
 from megatron_lancet.training.megatron.patches import fused_core_attention
 from megatron_lancet.training.megatron.seams import Seam, missing_functions, refuse_missing
+from megatron_lancet.training.plan.flag_mapping import OTHER_DISPATCHERS
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 
 _NOT_FOR_INFERENCE: dict[str, Any] = {
@@ -55,15 +58,15 @@ _NOT_FOR_INFERENCE: dict[str, Any] = {
     "async_save": False,
     "use_megatron_fsdp": False,
     "use_torch_fsdp2": False,
-    "overlap_moe_expert_parallel_comm": False,
-    "delay_wgrad_compute": False,
-    "defer_embedding_wgrad_compute": False,
+    **dict.fromkeys(OVERLAP_FLAGS.values(), False),
     "gradient_accumulation_fusion": False,
     "fp8_param_gather": False,
     "masked_softmax_fusion": False,  # apex's kernels, which training by another attention kernel did not need
-    "moe_shared_expert_overlap": False,
     "moe_router_force_load_balancing": False,
-    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_dispatcher_type": OWN_DISPATCHER,
+    **{field.name: field.default for field in fields(TransformerConfig) if field.name.startswith(OTHER_DISPATCHERS)},
+    "moe_expert_rank_capacity_factor": None,  # of these dispatchers, and so is the next one
+    "moe_paged_stash": False,
     "mtp_num_layers": None,
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
@@ -149,7 +152,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     Raises:
         UsageError: its file is missing or damaged, or it does not fit the model's vocabulary.
     """
-    args = argparse.Namespace(**{**default_arguments(), **vars(run.arguments)})
+    args = argparse.Namespace(**{**vars(default_arguments()), **vars(run.arguments)})
     args.pad_vocab_size = False
     if model_file is not None:
         args.tokenizer_model = str(model_file)
@@ -170,7 +173,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
             f"the tokenizer's file is missing: {given} names {path}. Pass the tokenizer of the data as "
             "--tokenizer-model."
         )
-    settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}
+    settings = {field.name: getattr(args, field.name) for field in fields(TokenizerSettings)}
     if isinstance(settings["special_tokens"], list):
         settings["special_tokens"] = tuple(settings["special_tokens"]) or None
     return _checked(build_tokenizer(TokenizerSettings(**settings)), run)
@@ -200,7 +203,7 @@ def model_arguments(run: StoredRun, device: torch.device, num_ranks: int) -> arg
     Raises:
         UsageError: the model needs a GPU, and there is none.
     """
-    args = argparse.Namespace(**{**default_arguments(), **vars(run.arguments), **_NOT_FOR_INFERENCE})
+    args = argparse.Namespace(**{**vars(default_arguments()), **vars(run.arguments), **_NOT_FOR_INFERENCE})
     args.rank, args.world_size = int(os.environ.get("RANK", "0")), num_ranks
     args.data_parallel_size = num_ranks
     args.expert_model_parallel_size = num_ranks if args.num_experts else 1

@@ -49,7 +49,7 @@ def enable(config: Any, **settings: Any) -> list[Any]:
     _hooks_of(config.model).append(_Hook(overlap, config.model))
 
     class Closing(Callback):
-        """Ends the overlap with the training, while process groups are still there."""
+        """Tells the overlap where the training begins, and ends it while process groups are still there."""
 
         def on_train_start(self, context: Any) -> None:
             if not overlap.line:
@@ -57,6 +57,8 @@ def enable(config: Any, **settings: Any) -> list[Any]:
                     "expected a model that was built from the configuration which enable() got, found another one. "
                     "Call enable() with the configuration of this training."
                 )
+            args = overlap._facts.args
+            args.curr_iteration, args.exit_interval = context.state.train_state.step, config.train.exit_interval
 
         def on_train_end(self, context: Any) -> None:
             overlap.close()

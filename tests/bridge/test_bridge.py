@@ -55,6 +55,7 @@ def on_two_ranks(tmp_path_factory):
         "pairs from pairs": {"num_steps": 4, "load": ours, "settings": PAIRS},
         "pairs from stock": {"num_steps": 4, "load": weights, "settings": PAIRS},
         "stock from pairs": {"num_steps": 4, "load": ours},
+        "tuned from stock": {"num_steps": 4, "load": weights, "exits_at": 8, "settings": {"num_steps": 1000}},
         "exit": {"num_steps": 4, "exits_at": 2, "settings": PAIRS},
         "failure": {"num_steps": 4, "fails_at": 1, "settings": PAIRS},
         "failure, then stock": {"num_steps": 4, "fails_at": 1, "settings": PAIRS, "then_stock": True},
@@ -122,6 +123,10 @@ def test_bridge_resumes_as_without_a_stop(on_two_ranks, name):
     found, stock = on_two_ranks[name], on_two_ranks["stock"]
     assert found["steps"] == stock["steps"][2:]
     assert (found["evaluations"], found["weights"]) == (stock["evaluations"][1:], stock["weights"])
+
+
+def test_tuning_knows_where_a_resumed_training_is(on_two_ranks):
+    assert "(fixed, because 6 steps are too few to find one" in on_two_ranks["tuned from stock"]["output"]
 
 
 def test_bridge_reports_at_an_exit_but_not_after_a_failure(on_two_ranks):

@@ -25,7 +25,7 @@ OWNERS = {
     "features/comm_priority": ("megatron.core.distributed", "torch.distributed"),  # DDP's reductions
     "features/comm_sms": ("megatron.core.parallel_state",),
     "features/cuda_graphs": ("megatron.core.tensor_parallel.random",),
-    "features/hugging_face": ("megatron.training.training",),
+    "features/hugging_face": ("megatron.core.transformer.module.Float16Module", "megatron.training.training"),
     "features/mtp": ("megatron.core.transformer.multi_token_prediction",),
     "features/pairing": ("megatron.core.pipeline_parallel.schedules", "megatron_lancet.features.pairing.lane"),
     "lab/check": ("sys",),  # the same

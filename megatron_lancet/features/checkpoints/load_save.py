@@ -113,7 +113,7 @@ class Checkpoints:
         """Load, on all ranks.
 
         Raises:
-            UsageError: the checkpoint is not complete. Rank 0 checks it, and all ranks raise the same.
+            UsageError: the checkpoint is not complete, which rank 0 checks for all ranks; or a feature refuses it.
             CheckpointError: its content can't be loaded.
         """
         refusal = from_rank_0(self._why_not_loadable)
@@ -121,6 +121,8 @@ class Checkpoints:
             raise UsageError(refusal)
         try:
             return load()
+        except UsageError:
+            raise
         except SystemExit as request:
             if request.code not in (None, 0):
                 raise

@@ -88,9 +88,8 @@ def _recorded_under_final_name() -> Iterator[None]:
         record()
 
     def on_save_checkpoint_success(stock: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
-        path = Path(checkpoint_path)
-        final = path.with_name(path.name.removeprefix(INCOMPLETE))
-        recordings.append(lambda: stock(str(final), *args, **kwargs))
+        final = checkpoint_path.replace(f"{INCOMPLETE}iter_", "iter_")  # the folder, or a file below it
+        recordings.append(lambda: stock(final, *args, **kwargs))
 
     def schedule_async_save(stock: Any, async_request: Any) -> Any:
         async_request.add_finalize_fn(record_after_rank_0)

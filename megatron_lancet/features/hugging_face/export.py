@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron.core.utils import unwrap_model
+
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.hugging_face import model
 from megatron_lancet.features.hugging_face.folders import check_writable, save
@@ -50,4 +52,4 @@ class Export:
         Raises:
             CheckpointError: it could not be written.
         """
-        save(self._source, [module], self._target)
+        save(self._source, [unwrap_model(module)], self._target)

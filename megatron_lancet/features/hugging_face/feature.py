@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import get_args, get_tokenizer, training
 
 from megatron_lancet.config import LancetConfig
@@ -22,8 +24,11 @@ from megatron_lancet.training.megatron.seams import missing_functions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.run import Run
 
-_SHARDED = {"use_megatron_fsdp": "--use-megatron-fsdp", "use_torch_fsdp2": "--use-torch-fsdp2"}
-_UNLOADED = {**_SHARDED, "init_model_with_meta_device": "--init-model-with-meta-device"}
+_UNLOADED = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "init_model_with_meta_device": "--init-model-with-meta-device",
+}
 
 
 class HuggingFaceWeights(Feature):
@@ -34,7 +39,8 @@ class HuggingFaceWeights(Feature):
 
     def missing_seams(self) -> Iterator[str]:
         """Yields what is changed of Megatron, and this Megatron lacks."""
-        yield from missing_functions([(training, "save_checkpoint", ("iteration", "non_persistent_ckpt"))])
+        changed = [(training, "save_checkpoint", ("iteration", "non_persistent_ckpt"))]
+        yield from missing_functions([*changed, (Float16Module, "__init__", ("config", "module"))])
 
     def change_parser(self, parser: argparse.ArgumentParser) -> None:
         """Makes the folder's model the default, so that whatever differs afterwards was given."""
@@ -126,7 +132,8 @@ class ActiveHuggingFace(ActiveFeature):
         self.prepare_stock(stages)
 
     def enter(self, stack: ExitStack) -> None:
-        """Saves where Megatron does, and at the end of the training."""
+        """Keeps the routers' biases exact. Saves where Megatron does, and at the end of the training."""
+        stack.enter_context(around(Float16Module, "__init__", _with_exact_biases))
         if self._folder is None:
             return
 
@@ -156,6 +163,15 @@ class ActiveHuggingFace(ActiveFeature):
         save(self._source, self._stages, target)
         self._saved_step = step
         say(f"Megatron-Lancet weights: wrote {target}")
+
+
+def _with_exact_biases(stock: Callable[..., None], wrapper: Any, config: Any, module: torch.nn.Module) -> None:
+    """Wraps a model for bf16 or fp16, whose routers add biases in fp32: stock rounds them first."""
+    routers = [one for one in module.modules() if isinstance(one, TopKRouter) and one.expert_bias is not None]
+    biases = [router.expert_bias for router in routers]
+    stock(wrapper, config, module)
+    for router, bias in zip(routers, biases, strict=True):
+        router.expert_bias = bias
 
 
 HUGGING_FACE = HuggingFaceWeights()

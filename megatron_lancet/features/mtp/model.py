@@ -13,7 +13,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
-from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.masks import MaskLimit, look_once
 from megatron_lancet.model.chunking import Rotary, unchunked_micro_batch
@@ -162,14 +161,8 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
     def _packed(self, params: PackedSeqParams, hidden: torch.Tensor) -> PackedMicroBatch:
         """
         Raises:
-            UsageError: the documents don't fit ``hidden``, or predictions can't be made for them.
+            UsageError: the documents don't fit ``hidden``.
         """
-        if self.config.context_parallel_size > 1:
-            raise UsageError(
-                "--mtp-num-layers does not work with packed documents and --context-parallel-size "
-                f"{self.config.context_parallel_size}: Megatron shifts each document as if it were cut over the ranks "
-                "by itself. Drop one of them."
-            )
         assert hasattr(multi_token_prediction.roll_tensor, "__wrapped__"), "Megatron shifts all samples alike"
         assert self.documents is not None, "the decoder has refused documents"
         return self.documents.read(params, hidden, self.config)

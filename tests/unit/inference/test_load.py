@@ -1,14 +1,20 @@
-"""How a model's process groups end."""
+"""What a model is built from, and how its process groups end."""
 
 import argparse
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_lancet.inference.load import _process_groups
+from megatron_lancet.inference.checkpoint_reader import StoredRun
+from megatron_lancet.inference.load import _process_groups, model_arguments
+from megatron_lancet.training.megatron.models import model_config_from_args
+
+NCCL_EP = {"moe_flex_dispatcher_backend": "ncclep", "moe_expert_rank_capacity_factor": 4.0, "moe_paged_stash": True}
+EARLY = "ep_overlap_early_attn_memory_release"
 
 
 @pytest.mark.parametrize(
@@ -31,3 +37,24 @@ def test_failed_rank_does_not_wait_for_nccl(monkeypatch, device, fails, ends):
         if fails:
             raise MemoryError
     assert ended == (["Megatron's", "torch's"] if ends else [])
+
+
+@pytest.mark.parametrize(
+    "trained_with",
+    [
+        {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True},
+        {"moe_token_dispatcher_type": "flex", **NCCL_EP},
+        {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True, EARLY: True},
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+    ],
+)
+def test_dispatcher_and_overlap_of_the_training_are_left_out(trained_with):
+    """Megatron checks settings that depend on them, when it makes its configuration."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_experts": 4, "padded_vocab_size": 64}
+    stored = argparse.Namespace(
+        **{**sizes, "max_position_embeddings": 16, "params_dtype": torch.float32, **trained_with}
+    )
+    args = model_arguments(StoredRun(Path("checkpoint"), 1, stored, None), torch.device("cpu"), 1)
+    config = model_config_from_args(args)
+    config.finalize()
+    assert config.transformer.moe_token_dispatcher_type == "alltoall"

@@ -101,6 +101,7 @@ def test_unreadable_checkpoint_folder_is_refused(folder, alone, monkeypatch):
     ("error", "kind", "expected"),
     [
         (SystemExit(), CheckpointError, "Megatron says why above"),
+        (UsageError("pass --x"), UsageError, "^pass --x$"),
         (AssertionError("the scheduler differs"), UsageError, "refuses the checkpoint in .*: the scheduler differs"),
         (KeyError("weight"), CheckpointError, "can't load .*: KeyError: 'weight'. Nothing .* step 4: --ckpt-step 4"),
         (

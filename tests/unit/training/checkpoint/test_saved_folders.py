@@ -102,21 +102,22 @@ def recorded(tmp_path, monkeypatch):
     return paths
 
 
-def announce(tmp_path):
-    incomplete = tmp_path / "incomplete_iter_0000008"
-    incomplete.mkdir(exist_ok=True)
+def announce(tmp_path, below=""):
+    incomplete = tmp_path / "incomplete_iter_0000008" / below
+    incomplete.mkdir(parents=True, exist_ok=True)
     checkpointing.wandb_utils.on_save_checkpoint_success(str(incomplete), tmp_path / TRACKER, tmp_path, 8)
 
 
-def test_checkpoint_is_recorded_after_it_was_renamed(tmp_path, recorded, monkeypatch):
+@pytest.mark.parametrize("below", ["", "mp_rank_00"])  # --ckpt-format torch_dist, torch
+def test_checkpoint_is_recorded_after_it_was_renamed(tmp_path, recorded, monkeypatch, below):
     def stock(iteration):
-        announce(tmp_path)  # the last rank is faster than rank 0
+        announce(tmp_path, below)  # the last rank is faster than rank 0
         publish(tmp_path, iteration)
 
     monkeypatch.setattr(training, "save_checkpoint", stock)
     with Checkpoints(arguments(tmp_path)).watched():
         training.save_checkpoint(8)
-    assert recorded == [str(tmp_path / "iter_0000008")]
+    assert recorded == [str(tmp_path / "iter_0000008" / below)]
 
 
 def test_asynchronous_one_is_recorded_after_a_barrier(tmp_path, recorded, monkeypatch):
