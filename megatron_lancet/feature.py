@@ -95,6 +95,10 @@ class ActiveFeature:
         """Tokens of all ranks in the step that has just run; None where every sample has ``--seq-length`` of them."""
         return None
 
+    def is_steady(self) -> bool:
+        """Whether later steps under the plan run as the next one does; the same on all ranks."""
+        return True
+
     def summary(self) -> Mapping[str, Any]:
         """Plain values for ``report.json``. Collective over all ranks."""
         return {}

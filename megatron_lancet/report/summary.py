@@ -100,7 +100,6 @@ def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
         source: lines on how the plan was found.
     """
     step_ms = report["step_ms"]
-    exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
     before = report["first_step"] - 1
     steps = f"{before + report['num_warm_up_steps'] + 1} to {before + report['num_steps']}"
     lines = [
@@ -111,9 +110,7 @@ def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
         f"  figures            medians over steps {steps}",
         f"  throughput         {_throughput(report)}",
         f"  step               {step_ms:.1f} ms",
-        f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",
-        f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
-        f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
+        *_all_to_alls(report),
         *_peak_memory(report),
     ]
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
@@ -129,6 +126,17 @@ def as_text(report: dict[str, Any], source: Sequence[str] = ()) -> str:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
     return "\n".join(lines)
+
+
+def _all_to_alls(report: dict[str, Any]) -> list[str]:
+    if "exposed_ms" not in report:
+        return ["  all-to-all         not timed with this dispatcher; pass --moe-token-dispatcher-type alltoall"]
+    exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
+    return [
+        f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",
+        f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
+        f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / report['step_ms']:.1f} % of the step",
+    ]
 
 
 def _peak_memory(report: dict[str, Any]) -> list[str]:

@@ -19,10 +19,18 @@ pytestmark = pytest.mark.distributed
 STAND_INS = Path(__file__).with_name("stand_ins")
 JOB_SCRIPT = "examples/slurm/train.sbatch"
 EXAMPLE = "examples/tiny_cpu.sh"
-NUM_ITERS, SAVE_EVERY = 24, 10
-SHORT_RUN = (
-    f"--train-iters {NUM_ITERS} --log-interval 1 --num-workers 0 --lancet-cache off --lancet-num-chunks 2".split()
-)
+MANY_ITERS, LAST_ITERS, SAVE_EVERY = 2000, 3, 10
+RUN = "--log-interval 1 --num-workers 0 --lancet-cache off --lancet-num-chunks 2".split()
+ENDS_IN_START_2 = f"""
+latest=$CHECKPOINTS/latest_checkpointed_iteration.txt
+if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 2 ]; then
+    set -- --train-iters {MANY_ITERS} "$@"
+else
+    set -- --train-iters "$(($(cat "$latest") + {LAST_ITERS}))" --override-opt_param-scheduler "$@"
+fi
+exec sh {EXAMPLE} "$@"
+"""
+"""The first two starts train until the test ends them, however late it does."""
 WITHIN_S = 90.0
 JOB_WITHIN_S = 150.0
 
@@ -124,7 +132,9 @@ def submit(cluster: Mapping[str, str], folder: Path, *arguments: str, example: s
 @pytest.fixture(scope="module")
 def job(cluster, tmp_path_factory) -> Job:
     """Start 0 loses a node after a checkpoint, start 1 comes near the time limit, start 2 trains to the end."""
-    job = submit(cluster, tmp_path_factory.mktemp("job"), *SHORT_RUN)
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "tiny_cpu.sh").write_text(ENDS_IN_START_2)
+    job = submit(cluster, folder, *RUN, example="tiny_cpu.sh")
     try:
         job.wait_for("a step after a checkpoint", lambda: SAVE_EVERY + 1 in job.losses(0))
         job.kill_node(1)
@@ -167,7 +177,6 @@ def test_slurm_restart_resumes_from_the_latest_checkpoint(job):
 
 def test_slurm_job_saves_and_requeues_before_the_time_limit(job):
     last = max(job.losses(1))
-    assert last < NUM_ITERS
     assert job.output.count("time limit ahead: asking all ranks to save and leave") == 1
     assert f"latest checkpoint: {last}; back into the queue" in job.output
     assert min(job.losses(2)) == last + 1
@@ -175,8 +184,9 @@ def test_slurm_job_saves_and_requeues_before_the_time_limit(job):
 
 
 def test_slurm_job_trains_to_the_end_after_its_restarts(job):
-    assert max(job.losses(2)) == NUM_ITERS == job.latest_checkpoint()
-    assert f"training is done; latest checkpoint: {NUM_ITERS}" in job.output
+    last = max(job.losses(1)) + LAST_ITERS
+    assert max(job.losses(2)) == last == job.latest_checkpoint()
+    assert f"training is done; latest checkpoint: {last}" in job.output
 
 
 def test_slurm_job_with_a_wrong_flag_is_not_restarted(cluster, tmp_path):
@@ -191,23 +201,33 @@ def test_slurm_job_with_a_wrong_flag_is_not_restarted(cluster, tmp_path):
 
 SLOW_TO_SAVE = """
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || exit 0
-trap 'sleep 1; echo node $SLURM_NODEID has saved; exit 3' TERM
+save() {
+    sleep 1
+    if [ "$FITS" = yes ]; then
+        mkdir -p "$CHECKPOINTS"
+        echo 7 >"$CHECKPOINTS/latest_checkpointed_iteration.txt"
+    fi
+    echo "node $SLURM_NODEID ends"
+    exit 3
+}
+trap save TERM
 echo ready
 while :; do sleep 0.02; done
 """
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_slurm_job_lets_ranks_save_at_repeated_signals(cluster, tmp_path, saves):
-    """Without checkpoints it does not start again: each start would train the same steps."""
+@pytest.mark.parametrize("fits", [True, False])
+def test_slurm_job_lets_ranks_save_at_repeated_signals(cluster, tmp_path, fits):
+    """Without a new checkpoint it does not start again: each start would train the same steps."""
     (tmp_path / "slow.sh").write_text(SLOW_TO_SAVE)
-    job = submit({**cluster, **({} if saves else {"CHECKPOINTS": ""})}, tmp_path, example="slow.sh")
+    job = submit({**cluster, "FITS": "yes" if fits else "no"}, tmp_path, example="slow.sh")
     job.wait_for("both nodes", lambda: job.output.count("ready") == 2)
     for _ in range(2):
         os.kill(int((job.state / "batch").read_text()), signal.SIGUSR1)
         job.wait_for("the trap", lambda: "time limit ahead" in job.output)
-    assert job.end() == (0 if saves else 3)
+    assert job.end() == (0 if fits else 3)
     assert job.output.count("time limit ahead") == 1
-    words = "back into the queue" if saves else "failed with status 3 and no new checkpoint"
-    assert job.output.rindex("has saved") < job.output.index(words)
-    assert ("start 1" in job.output) is saves
+    words = "latest checkpoint: 7; back into the queue" if fits else "no new checkpoint since none: not started again"
+    assert job.output.rindex("ends") < job.output.index(words)
+    assert ("a step and a save must fit" in job.output) is not fits
+    assert ("start 1" in job.output) is fits

@@ -5,6 +5,7 @@ Legend of shapes: B micro-batch size, S sequence length of this rank.
 
 import argparse
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.training import stimer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_lancet.config import LancetConfig
@@ -210,9 +212,12 @@ def forward_step(
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch, further = (read or _read)(data_iterator, model)
+    is_timed = get_args().log_straggler  # the detector logs a traceback for every error that passes it
+    with stimer(bdata=True) if is_timed else nullcontext():
+        batch, further = (read or _read)(data_iterator, model)
     timers("batch-generator").stop()
     inputs, loss_mask = map(batch.get, ("tokens", "position_ids", "attention_mask")), batch.get("loss_mask")
     run = cast(Any, model).build_schedule_plan if return_schedule_plan else model
-    output = run(*inputs, labels=batch.get("labels"), loss_mask=loss_mask, **further)
+    with stimer if is_timed else nullcontext():
+        output = run(*inputs, labels=batch.get("labels"), loss_mask=loss_mask, **further)
     return output, partial(_loss, cast(torch.Tensor, loss_mask))

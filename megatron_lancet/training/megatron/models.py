@@ -1,12 +1,10 @@
 """Megatron's models: their configuration, and a GPT outside of a training run."""
 
 import argparse
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
-from megatron.training import arguments
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.base import ModelConfig
 from megatron.training.models.gpt import GPTModelBuilder
@@ -23,11 +21,6 @@ def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
     """
     config: ModelConfig = (gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args)(args)
     return config
-
-
-def default_arguments() -> dict[str, Any]:
-    """Megatron's arguments at their default values."""
-    return vars(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
 def build_plain_gpt(args: argparse.Namespace) -> torch.nn.Module:

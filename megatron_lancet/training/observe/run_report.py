@@ -73,7 +73,7 @@ def _why_not_final(timelines: TimelineRecord | None, plan: Plan | None) -> str:
         plan: the plan of the traced step; None for no overlap.
     """
     if timelines is None:
-        return f"no timeline: no step was traced, because the first {NUM_WARM_UP_STEPS} steps of a run never are"
+        return f"no timeline: a traced step needs a confirmed plan, and {NUM_WARM_UP_STEPS} steps before it"
     if plan is not None:
         return (
             "the run ended before a traced step under its last plan: the timeline and the table are of an earlier one, "

@@ -8,7 +8,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron_lancet.report.summary import StepRecord
 
 PREFIX = "lancet/"
-_TIMES = ("all_to_all_ms", "exposed_ms", "counts_exposed_ms")
+MESSAGE_TIMES = ("all_to_all_ms", "exposed_ms", "counts_exposed_ms")
 _DW_FIGURES = ("num_dw_in_gaps", "num_dw_early", "num_dw_late", "peak_dw_bytes")
 
 
@@ -52,9 +52,12 @@ def write_scalars(writer: ScalarWriter | None, iteration: int, record: StepRecor
     """
     if writer is None:
         return
-    exposed_ms = record.comm.exposed_ms + record.comm.counts_exposed_ms
-    writer.add_scalar(f"{PREFIX}step_ms", record.step_ms, iteration)
-    writer.add_scalar(f"{PREFIX}tokens_per_s", record.num_tokens / record.step_ms * 1e3, iteration)
-    writer.add_scalar(f"{PREFIX}exposed_share", exposed_ms / record.step_ms, iteration)
-    for name in _TIMES + _DW_FIGURES:
-        writer.add_scalar(PREFIX + name, getattr(record.comm, name), iteration)
+    comm, figures = record.comm, {"step_ms": record.step_ms}
+    if record.num_tokens:  # else another rank of the tensor-parallel group draws documents and counts them
+        figures["tokens_per_s"] = record.num_tokens / record.step_ms * 1e3
+    if comm.all_to_all_ms:  # else no messages were timed
+        figures["exposed_share"] = (comm.exposed_ms + comm.counts_exposed_ms) / record.step_ms
+        figures |= {name: getattr(comm, name) for name in MESSAGE_TIMES}
+    figures |= {name: getattr(comm, name) for name in _DW_FIGURES}
+    for name, value in figures.items():
+        writer.add_scalar(PREFIX + name, value, iteration)

@@ -25,7 +25,8 @@ from megatron_lancet.report.summary import (
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.run_figures import peak_memory_bytes, rates, run_facts
-from megatron_lancet.training.observe.scalars import megatrons_writer, write_scalars
+from megatron_lancet.training.observe.scalars import MESSAGE_TIMES, megatrons_writer, write_scalars
+from megatron_lancet.training.plan.support import OWN_DISPATCHER
 from megatron_lancet.training.process.console import say
 
 _MIN_KEPT = 1_000
@@ -55,6 +56,7 @@ class StepRecorder:
 
     Attributes:
         num_done: steps since the start of the run.
+        features: the run's features, with keys and lines of their own; read when a step has run.
         history: all steps of this rank.
     """
 
@@ -65,12 +67,8 @@ class StepRecorder:
         stats: CommStats,
         features: Sequence[ActiveFeature] = (),
     ) -> None:
-        """
-        Args:
-            features: the run's features, with keys and lines of their own; read when a step has run.
-        """
         self._args = args
-        self._features = features
+        self.features = features
         self._device = device
         self._stats = stats
         self._records: list[StepRecord] = []
@@ -127,7 +125,7 @@ class StepRecorder:
 
     def _num_tokens(self) -> int:
         """Tokens of the step that has just run, without padding where samples have different lengths."""
-        for feature in self._features:
+        for feature in self.features:
             if (num_tokens := feature.num_tokens()) is not None:
                 return num_tokens
         args = self._args
@@ -191,7 +189,7 @@ class StepRecorder:
         own = {**rank_medians(records[self._first :]), "peak_memory_bytes": peak_memory_bytes(self._device)}
         dist.all_gather_object(per_rank, own)
         steering = steering or Steering()
-        found = [one.summary() for one in (steering, *self._features)]
+        found = [one.summary() for one in (steering, *self.features)]
         if dist.get_rank() != 0:
             return {}
         report = summarise(
@@ -203,9 +201,14 @@ class StepRecorder:
             first_step=self._last_iteration - len(records) + self._first + 1,
         )
         report |= self._figures(report, plan)
+        args = self._args
+        if plan is None and args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type != OWN_DISPATCHER:
+            for one in (report, *report["ranks"], *report["steps"]):  # the dispatcher sends no all-to-alls to time
+                for name in MESSAGE_TIMES:
+                    one.pop(name, None)
         for summary in found:
             report |= summary
-        lines = [line for feature in self._features for line in feature.lines(report)]
+        lines = [line for feature in self.features for line in feature.lines(report)]
         report["verdict"] = "stock Megatron modules, without overlap" if plan is None else steering.speed_up(report)
         say("\n".join([as_text(report, steering.lines(report)), *(f"  {line}" for line in lines)]))
         if folder is not None:
@@ -216,7 +219,7 @@ class StepRecorder:
         """What the report says of the run as a whole. On rank 0."""
         facts = run_facts(self._args, self._device)
         is_packed = getattr(self._args, "dataloader_inter_document_masking", False)
-        lengths_vary = is_packed or any(feature.num_tokens() is not None for feature in self._features)
+        lengths_vary = is_packed or any(feature.num_tokens() is not None for feature in self.features)
         num_tokens = None if lengths_vary else report["ranks"][0]["num_tokens"]
         return {
             "plan_text": "off" if plan is None else plan_text(plan),

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 NUM_WARM_UP_STEPS = 3
 """A run's first steps allocate memory, connect the ranks and fill caches."""
@@ -56,10 +56,6 @@ class StepStats:
     def __str__(self) -> str:
         return f"{self.step_ms:.1f} ms a step, {self.exposed_ms:.1f} ms of it exposed"
 
-    def as_row(self) -> tuple[float, ...]:
-        """The fields in order, as a tensor can hold them."""
-        return astuple(self)
-
 
 def stats_of_rank(steps: Sequence[StepTimes]) -> StepStats:
     """Medians of one rank over at least one step."""
@@ -67,19 +63,6 @@ def stats_of_rank(steps: Sequence[StepTimes]) -> StepStats:
     exposed_ms, exposed_spread_ms = _median_and_spread([step.exposed_ms for step in steps])
     in_flight_ms = statistics.median(step.in_flight_ms for step in steps)
     return StepStats(step_ms, step_spread_ms, exposed_ms, exposed_spread_ms, in_flight_ms, len(steps))
-
-
-def over_ranks(rows: Sequence[Sequence[float]]) -> StepStats:
-    """Combines every rank's :meth:`StepStats.as_row`: all ranks wait for the slowest, so its step time is the run's."""
-    ranks = [StepStats(*row) for row in rows]
-    return StepStats(
-        step_ms=max(rank.step_ms for rank in ranks),
-        spread_ms=max(rank.spread_ms for rank in ranks),
-        exposed_ms=statistics.fmean(rank.exposed_ms for rank in ranks),
-        exposed_spread_ms=max(rank.exposed_spread_ms for rank in ranks),
-        in_flight_ms=statistics.fmean(rank.in_flight_ms for rank in ranks),
-        num_steps=ranks[0].num_steps,
-    )
 
 
 def steps_of_run(ranks: Sequence[Sequence[StepTimes]]) -> list[StepTimes]:

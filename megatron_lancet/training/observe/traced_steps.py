@@ -59,7 +59,8 @@ class TracedSteps:
 
     def is_due(self) -> bool:
         """Whether the next step is to be traced as one under the final plan; others then don't trace it."""
-        return self._recorder.num_steps >= NUM_WARM_UP_STEPS and self._is_settled() and self.plan != self._setup.plan
+        is_due = self._recorder.num_steps >= NUM_WARM_UP_STEPS and self._is_settled() and self.plan != self._setup.plan
+        return is_due and all(feature.is_steady() for feature in self._recorder.features)
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""

@@ -1,5 +1,6 @@
 """Scalars go to the writer that Megatron set up, at its steps."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,17 @@ def test_scalars_are_written_at_their_step():
     write_scalars(writer, 12, RECORD)
     assert writer.scalars == [(name, value, 12) for name, value in FIGURES.items()]
     write_scalars(None, 12, RECORD)  # a rank without a writer
+
+
+def test_scalars_lack_figures_that_a_rank_does_not_have():
+    """Tokens where another rank draws the documents, and messages of a dispatcher that is not timed."""
+    writer = RecordingWriter()
+    write_scalars(writer, 12, StepRecord(200.0, 0, COMM))
+    assert [name for name, _, _ in writer.scalars] == [name for name in FIGURES if name != "lancet/tokens_per_s"]
+    writer.scalars.clear()
+    write_scalars(writer, 12, replace(RECORD, comm=replace(COMM, all_to_all_ms=0.0)))
+    dws = [name for name in FIGURES if "dw" in name]
+    assert [name for name, _, _ in writer.scalars] == ["lancet/step_ms", "lancet/tokens_per_s", *dws]
 
 
 class FakeWandb:

@@ -112,3 +112,26 @@ def test_step_recorder_writes_scalars_of_the_step_that_it_reads(monkeypatch):
     assert run.scalars == [(3.0, 2)]
     assert run.recorder.records  # as the report does
     assert run.scalars == [(3.0, 2), (5.0, 4)]
+
+
+@pytest.mark.parametrize(("dispatcher", "is_timed"), [("alltoall", True), ("allgather", False), ("flex", False)])
+def test_report_of_stock_has_only_times_that_were_taken(run, monkeypatch, capsys, dispatcher, is_timed):
+    one_rank = SimpleNamespace(
+        get_world_size=lambda: 1, get_rank=lambda: 0, all_gather_object=lambda found, own: found.__setitem__(0, own)
+    )
+    facts = dict.fromkeys(("model", "num_ranks", "device", "unit", "date"), "")
+    monkeypatch.setattr(step_recorder, "dist", one_rank)
+    monkeypatch.setattr(step_recorder, "megatrons_writer", lambda: None)
+    monkeypatch.setattr(step_recorder, "peak_memory_bytes", lambda _: 1)
+    monkeypatch.setattr(step_recorder, "run_facts", lambda *_: facts)
+    monkeypatch.setattr(step_recorder, "rates", lambda *_: {})
+    vars(run.args).update(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
+    run.step()
+    report = run.recorder.report(None, None)
+    times = {"all_to_all_ms", "exposed_ms", "counts_exposed_ms"}
+    assert [times <= one.keys() for one in (report, *report["ranks"])] == [is_timed] * 2
+    assert is_timed or times.isdisjoint(report)
+    assert ["exposed_ms" in one for one in report["steps"]] == [is_timed]
+    text = capsys.readouterr().out
+    assert ("not timed with this dispatcher; pass --moe-token-dispatcher-type alltoall" in text) is not is_timed
+    assert ("% of the step" in text) is is_timed

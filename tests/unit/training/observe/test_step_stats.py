@@ -6,7 +6,6 @@ from megatron_lancet.training.observe.step_stats import (
     StepStats,
     StepTimes,
     exposed_noise_ms,
-    over_ranks,
     stats_of_rank,
     step_noise_ms,
 )
@@ -22,11 +21,6 @@ def test_step_stats_ignore_one_slow_step():
     assert calm.step_ms == disturbed.step_ms == 102
     assert calm.spread_ms == disturbed.spread_ms == pytest.approx(1.4826)
     assert (calm.exposed_ms, calm.exposed_spread_ms, calm.in_flight_ms, calm.num_steps) == (10, 0, 50, 5)
-
-
-def test_step_stats_take_the_slowest_rank_and_mean_exposed_time():
-    rows = [StepStats(100, 1, 10, 3, 40, 5).as_row(), StepStats(90, 2, 20, 1, 60, 5).as_row()]
-    assert over_ranks(rows) == StepStats(100, 2, 15, 3, 50, 5)
 
 
 def test_step_noise_grows_with_spread_and_falls_with_steps():

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_lancet.schedule.plan import fixed_plan, plan_without_overlap
 from megatron_lancet.training.observe import traced_steps
+from megatron_lancet.training.observe.run_report import report_overlap
 
 
 def test_step_without_overlap_has_its_number(monkeypatch):
@@ -14,7 +15,7 @@ def test_step_without_overlap_has_its_number(monkeypatch):
     setup: Any = SimpleNamespace(
         plan=plan_without_overlap(), stages=[SimpleNamespace(decoder=SimpleNamespace(comm=comm))]
     )
-    recorder: Any = SimpleNamespace(num_steps=0, iteration=41)
+    recorder: Any = SimpleNamespace(num_steps=0, iteration=41, features=[])
     is_settled = False
     traced = traced_steps.TracedSteps(setup, recorder, None, lambda: is_settled)
 
@@ -29,3 +30,15 @@ def test_step_without_overlap_has_its_number(monkeypatch):
     is_settled, setup.plan = True, fixed_plan(2)
     run_steps(5)
     assert (traced.plan, traced.iteration) == (setup.plan, 41 + 5)
+
+
+def test_missing_timeline_is_explained_by_the_plan(monkeypatch, capsys):
+    """A run that resumes with a plan may end before it has confirmed it, after any number of steps."""
+    setup: Any = SimpleNamespace(plan=fixed_plan(2))
+    recorder: Any = SimpleNamespace(num_steps=0, iteration=1, features=[], report=lambda *_: {})
+    traced = traced_steps.TracedSteps(setup, recorder, None, lambda: False)
+    for recorder.num_steps in range(10):
+        traced.observe(lambda: None)
+    monkeypatch.setattr(traced, "gather", lambda title: None)
+    report_overlap(recorder, setup, None, traced)
+    assert "no timeline: a traced step needs a confirmed plan, and 3 steps before it" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.training.training import stimer
 
 from megatron_lancet.training.megatron import gpt_data
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
@@ -111,7 +112,7 @@ def batch(monkeypatch):
     timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
     monkeypatch.setattr(gpt_data, "get_timers", lambda: lambda *_, **__: timer)
     monkeypatch.setattr(gpt_data, "_next_batch", lambda *_: batch)
-    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False, log_straggler=False)
     monkeypatch.setattr(gpt_data, "get_args", lambda: args)
     monkeypatch.setattr(gpt_data, "get_rerun_state_machine", lambda: SimpleNamespace(validate_result=lambda **_: None))
     return batch
@@ -136,3 +137,18 @@ def test_step_returns_megatrons_schedule_with_its_inputs(batch, read):
     assert inputs[1].keys() == {"labels", "loss_mask"} | ({"packed_seq_params"} if read else set())
     loss, num_tokens, reported = loss_of(torch.full((2, 3), 0.5))
     assert (loss.item(), num_tokens.item(), reported["lm loss"].tolist()) == (3.0, 6, [3.0, 6.0])
+
+
+def test_step_is_timed_for_megatrons_detector_of_stragglers(batch, monkeypatch):
+    """Megatron divides by the time of the forwards at each log interval."""
+    model, log = _Model(), []
+    monkeypatch.setattr(gpt_data.get_args(), "log_straggler", True)
+
+    def start() -> None:
+        log.append(("read" if stimer.bdata else "run", len(model.calls)))
+        stimer.bdata = False
+
+    for name, value in (("start", start), ("stop", lambda: log.append(("stop", len(model.calls)))), ("bdata", False)):
+        monkeypatch.setattr(stimer, name, value)
+    gpt_data.forward_step(iter([]), model)
+    assert log == [("read", 0), ("stop", 0), ("run", 0), ("stop", 1)]
