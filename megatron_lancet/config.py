@@ -18,7 +18,9 @@ from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapR
 from megatron_lancet.units import mb_to_bytes
 
 FLAGS_VARIABLE = "LANCET_FLAGS"
-"""Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
+"""Environment variable with ``--lancet-*`` flags, for launchers whose parsers do not accept them."""
+OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
+"""Value of Megatron's ``--spec`` that selects the overlapping block."""
 
 
 class PlanChoice(StrEnum):
@@ -34,7 +36,7 @@ class AttentionChoice(StrEnum):
     """Core attention of the overlapping block."""
 
     AUTO = "auto"
-    """Megatron's, bit for bit, where it supports what the plan needs; else the fused kernel."""
+    """Megatron's, where it supports what the run needs; else torch's. Tuning may choose torch's if it is faster."""
     STOCK = "stock"
     """Megatron's."""
     SDPA = "sdpa"
@@ -102,8 +104,9 @@ class LancetConfig(CheckedFlags):
     attention: AttentionChoice = flag(
         AttentionChoice.AUTO,
         **words(AttentionChoice),
-        help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
-        "chunks, context parallelism or multi-latent attention need sdpa. Also applies with --lancet-plan off.",
+        help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock, except where "
+        "sequence chunks, context parallelism, sequences of unequal lengths or multi-latent attention need sdpa; "
+        "--lancet-plan auto may also choose sdpa if it is faster. Also applies with --lancet-plan off.",
     )
     dw_policy: DwPolicy | None = flag(
         None,

@@ -5,7 +5,8 @@
     lancet dry-run --num-layers 32 --hidden-size 4096 ... (flags of Megatron)
 
 It needs no GPU, data, tokenizer or checkpoint: docs/dry_run.md. A script runs with stand-ins for launchers, read-only
-files and no network: docs/security.md. Exits with status 2 and one line if the run would refuse the launch.
+files and no network: docs/security.md. Exits with status 2 and one line if the run would refuse the launch, with 3 if a
+rank needs more memory than a GPU has.
 """
 
 import argparse
@@ -22,7 +23,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=positive_int, metavar="N", help="ranks (default: as the launch says)")
     parser.add_argument(
-        "--gpu-memory-gb", type=positive_float, metavar="GB", help="memory of a GPU, in 10^9 bytes (default: an H100's)"
+        "--gpu-memory-gb",
+        type=positive_float,
+        metavar="GB",
+        help="memory of a GPU, in 10^9 bytes (default: this machine's, else an H100's)",
     )
     add_launch_arguments(parser)
     own, rest = own_words(parser, sys.argv[1:])

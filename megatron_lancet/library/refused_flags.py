@@ -6,10 +6,7 @@ from megatron_lancet.feature import Feature, RunFacts
 
 _REFUSED = {
     "--lancet-expert-placement": ": other launchers load and export experts in Megatron's order. Drop it.",
-    "--lancet-separate-expert-grads": ": in other launchers a model without a plan stays as it is. Drop it.",
     "--lancet-pack-documents": ": other launchers have samples of their own. Drop it.",
-    "--lancet-mock-link": ": other launchers mock no ranks. Drop it.",
-    "--lancet-mock-node-link": ": other launchers mock no ranks. Drop it.",
 }
 """Flags that Megatron's own script may have, and why other launchers can't, as the end of a sentence."""
 

@@ -160,6 +160,7 @@ def _of_run(model: Any, shape: StepShape, timeout_minutes: int) -> dict[str, Any
         "position_embedding_type": getattr(model, "position_embedding_type", "rope"),
         "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
         "dataloader_inter_document_masking": shape.has_packed_samples,
+        "lancet_packed_samples": shape.has_packed_samples,  # so that refusals do not name a flag
         "spec": None,
     }
 

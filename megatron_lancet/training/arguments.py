@@ -18,7 +18,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_args, vali
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import OWN_SPEC, LancetConfig
 from megatron_lancet.data.hugging_face import HUGGING_FACE_TYPE, tokenizer_source
 from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError, reason_of
@@ -28,7 +28,7 @@ from megatron_lancet.training.flag_conflicts import check_flag_conflicts
 from megatron_lancet.training.input_files import check_datasets, check_tokenizer, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections, no_list_of_arguments
-from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
+from megatron_lancet.training.plan.support import may_overlap, refuse_other_tasks
 
 
 class _OwnHelp(argparse.Action):

@@ -45,6 +45,6 @@ def _main(status: RankStatus) -> None:
 def _refuse_flags_of_the_environment() -> None:
     if os.environ.get(FLAGS_VARIABLE):
         raise UsageError(
-            f"{FLAGS_VARIABLE} is read by Megatron's own script with our --spec alone, see docs/migration.md. Here, "
+            f"{FLAGS_VARIABLE} is for launchers with other parsers (docs/migration.md, docs/library.md). Here, "
             f"pass {os.environ[FLAGS_VARIABLE]} on the command line, and unset {FLAGS_VARIABLE}."
         )

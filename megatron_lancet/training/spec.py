@@ -14,7 +14,7 @@ import torch
 from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron_lancet.config import FLAGS_VARIABLE, LancetConfig
+from megatron_lancet.config import FLAGS_VARIABLE, OWN_SPEC, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import config_from_words
@@ -22,7 +22,7 @@ from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
-from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
+from megatron_lancet.training.plan.support import overlap_blockers
 from megatron_lancet.training.process.exit import refuse_now
 from megatron_lancet.training.run_hook import RunHook
 
@@ -32,8 +32,7 @@ def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = 
 
     A hybrid model takes it for its stack of layers and calls it in the first forward pass, which is refused.
 
-    The ``--lancet-*`` flags are read from the environment variable ``LANCET_FLAGS``. A refused setting ends the process
-    with one line and status 2.
+    ``LANCET_FLAGS`` holds the ``--lancet-*`` flags. A refused setting ends the process with one line and status 2.
 
     Args:
         config: the model's configuration; the first call adds a hook to it.
@@ -66,7 +65,8 @@ class _SpecHook(RunHook):
         check_seams()
         args = get_args()
         config = _config_from_environment()
-        for blocker in overlap_blockers(args, config):
+        restarts = ["--inprocess-restart would prepare a second model (drop it)"] if args.inprocess_restart else []
+        for blocker in (*restarts, *overlap_blockers(args, config)):
             raise UsageError(f"--spec asks for the overlapping block, but {blocker}.")
         # Megatron has already made its configuration from these flags.
         refuse_mapped_flags(args, config)

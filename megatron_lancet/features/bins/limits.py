@@ -4,14 +4,14 @@ import argparse
 import math
 from collections.abc import Iterator
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import OWN_SPEC, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.bins.flags import BinsFlags
 from megatron_lancet.features.bins.step import BinSettings
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.documents.cost import DocumentCost
 from megatron_lancet.planning.sizes.attention import tokens_per_pair
-from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
+from megatron_lancet.training.plan.support import may_overlap
 from megatron_lancet.training.platform.launcher import is_mocked
 
 FLAG = "--lancet-pack-documents"
@@ -71,7 +71,6 @@ def _blockers(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
         "dataloader_fast_cache_load": "documents are divided into splits when the run starts",
         "moe_pad_expert_input_to_capacity": "it needs the same number of tokens on all ranks",
         "tp_comm_overlap": "its buffers have one size",
-        "reset_attention_mask": "documents are kept apart without a mask",
     }
     for name, why in reasons.items():
         if getattr(args, name, None):

@@ -54,8 +54,8 @@ class CommSmsFlags(CheckedFlags):
         "--nccl-communicator-config-path instead.",
         help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
         "concurrent matrix products and norms leave free; a power of two. Default with a plan on Hopper and Blackwell: "
-        "16 for messages, and none are left free; with NCCL_MAX_CTAS, NCCL_MIN_CTAS, a margin of Transformer Engine, "
-        "or elsewhere NCCL chooses.",
+        "16 for messages, and none are left free; elsewhere, or with NCCL_MAX_CTAS, NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS, "
+        "NCCL_MIN_P2P_NCHANNELS or a margin of Transformer Engine, NCCL chooses.",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import OWN_SPEC, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, RunFacts
 from megatron_lancet.feature_parts import SmallLaunch
@@ -104,6 +104,8 @@ class CudaGraphs(Feature):
             raise UsageError(f"{FLAG} needs a GPU, and this machine has none. Drop the flag.")
         for blocker in blockers(facts.args, facts.config):
             raise UsageError(f"{FLAG} does not work with {blocker}. Drop one of the two.")
+        for needed in _missing_in_own_script(facts.args):
+            raise UsageError(f"{FLAG} in Megatron's own script needs {needed}. Pass it too.")
         if not facts.plan_changes and not facts.plan.delays_weight_grads:
             raise UsageError(
                 f"{FLAG} needs the store of deferred weight gradients, and the plan defers none (dw=none). Pass "
@@ -171,6 +173,10 @@ class ActiveGraphs(ActiveFeature):
         self._num_steps += 1
         return step()
 
+    def is_steady(self) -> bool:
+        """Whether the graphs are captured."""
+        return self._num_steps > self._num_eager_steps
+
     def _capture(self) -> None:
         torch.cuda.empty_cache()  # as each capture does
         before, start_s = torch.cuda.memory_reserved(), time.perf_counter()
@@ -202,11 +208,22 @@ class ActiveGraphs(ActiveFeature):
         found = report[KEY]
         if not found["num_graphs"]:
             return [
-                "CUDA graphs: none were captured, since no layer ran uncut, or in chunks of samples, for long enough"
+                "CUDA graphs: none were captured, since no layer ran uncut, or in chunks of samples, and without "
+                "a mask, for long enough"
             ]
         replayed, eager = found["num_replayed_micro_batches"], found["num_eager_micro_batches"]
         of_all = f"{replayed} of {replayed + eager} later micro-batches replayed"
         return [f"CUDA graphs: {found['num_graphs']} captured; {of_all}"]
+
+
+def _missing_in_own_script(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the flags that :meth:`CudaGraphs.normalize` sets, and can't where Megatron has read them already."""
+    if args.spec is None or tuple(args.spec) != OWN_SPEC:
+        return
+    if args.create_attention_mask_in_dataloader:
+        yield "--no-create-attention-mask-in-dataloader"
+    if args.transformer_impl == TRANSFORMER_ENGINE and not args.te_rng_tracker:
+        yield "--te-rng-tracker"
 
 
 def _captures_any(plan: Plan) -> bool:

@@ -2,16 +2,16 @@
 
 import argparse
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import OWN_SPEC, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.flag_conflicts import predicts_beside_loss
 from megatron_lancet.training.layer_pattern import OTHER_LAYERS, hybrid_pattern
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
+from megatron_lancet.training.plan.support import may_overlap
 
 
 def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
-    """Checks a run with ``--dataloader-inter-document-masking``.
+    """Checks a run with ``--dataloader-inter-document-masking``, or a launcher's packed samples.
 
     Args:
         args: Megatron's arguments, validated.
@@ -21,10 +21,14 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
     """
     if not args.dataloader_inter_document_masking:
         return
+    is_packed_by_launcher = getattr(args, "lancet_packed_samples", False)
+    if is_packed_by_launcher and not may_overlap(args, config):
+        return  # the model stays as its launcher made it
+    documents = "this launcher's packing of samples" if is_packed_by_launcher else DOCUMENTS_FLAG
     for symbol, reason in OTHER_LAYERS.items():
         if symbol in (hybrid_pattern(args) or ""):
             raise UsageError(
-                f"{DOCUMENTS_FLAG} does not work with --hybrid-layer-pattern with {symbol} "
+                f"{documents} does not work with --hybrid-layer-pattern with {symbol} "
                 f"({reason.partition(':')[0]}): these layers would carry state from document to document. Drop one of "
                 "the two."
             )
@@ -37,12 +41,12 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
         )
     if context > 1 and args.mtp_num_layers:
         raise UsageError(
-            f"--mtp-num-layers does not work with {DOCUMENTS_FLAG} and --context-parallel-size {context}: Megatron "
+            f"--mtp-num-layers does not work with {documents} and --context-parallel-size {context}: Megatron "
             "shifts each document as if it were cut over the ranks by itself. Drop one of the three."
         )
     if args.mtp_num_layers and not predicts_beside_loss(args):
         raise UsageError(
-            f"{DOCUMENTS_FLAG} needs predictions on the stage of the loss (mL), found --pipeline-model-parallel-layout "
+            f"{documents} needs predictions on the stage of the loss (mL), found --pipeline-model-parallel-layout "
             f"{args.pipeline_model_parallel_layout}: a stage after them would get several hidden states of a token. "
             "Change the layout, or drop one of the two."
         )

@@ -33,6 +33,7 @@ class EpResizeFlags(CheckedFlags):
     separate_expert_grads: bool = flag(
         False,
         parsed_as=bool,
+        not_with_spec=": other scripts do not note it in checkpoints. Drop it.",
         help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
         "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
     )

@@ -23,6 +23,7 @@ from megatron_lancet.training.platform.launcher import given_ranks_per_node, is_
 _BACKEND_FLAG = "--distributed-backend"
 _LINK_FLAG = "--lancet-mock-link"
 _NODE_LINK_FLAG = "--lancet-mock-node-link"
+_ONLY_OWN_SCRIPT = ": other scripts mock no ranks. Drop it."
 
 
 def _link(flag_name: str, text: str) -> Link:
@@ -41,6 +42,7 @@ class MockFlags(CheckedFlags):
         read=partial(_link, _LINK_FLAG),
         metavar="LATENCY_US:GBYTES_PER_S",
         unchecked="",
+        not_with_spec=_ONLY_OWN_SCRIPT,
         help=f"with {_BACKEND_FLAG} {BACKEND}: what each message costs on the wire, for example 20:25 "
         "(20 microseconds, 25e9 bytes per second). By default messages are free.",
     )
@@ -49,6 +51,7 @@ class MockFlags(CheckedFlags):
         read=partial(_link, _NODE_LINK_FLAG),
         metavar="LATENCY_US:GBYTES_PER_S",
         unchecked="",
+        not_with_spec=_ONLY_OWN_SCRIPT,
         help=f"the same for messages between ranks of a node, with {NODES_FLAG}. By default as {_LINK_FLAG}.",
     )
 

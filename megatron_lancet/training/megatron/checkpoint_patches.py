@@ -21,11 +21,11 @@ def checkpoint_arguments(look: Callable[[Any], None]) -> AbstractContextManager[
 
 
 def arguments_before_loading(look: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Calls ``look`` with the arguments that a checkpoint was saved with, before any weight or optimizer is loaded."""
+    """Calls ``look`` with the arguments that a checkpoint was saved with, once or twice, before the run goes on."""
 
     def load_base_checkpoint(stock: Any, load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
         result = stock(load_dir, args, rank0=rank0, **kwargs)
-        if rank0 and result[0] is not None and result[0].get("args") is not None:
+        if result[0] is not None and result[0].get("args") is not None:  # some formats are read with rank0=False alone
             look(result[0]["args"])
         return result
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import OWN_SPEC, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature_parts import Samples
 from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
@@ -31,8 +31,6 @@ OVERLAP_FLAGS = {
 """Megatron's switches that overlap all-to-alls or defer weight gradients, and their names among the arguments."""
 PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 """Settings by which the router, and not the experts, pads the rows of each expert."""
-OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
-"""Value of Megatron's ``--spec`` that selects the overlapping block."""
 _HYBRID_SPECS = (
     ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
@@ -173,7 +171,7 @@ def _other_modules(args: argparse.Namespace) -> object:
 
 def _documents_in_te(args: argparse.Namespace) -> object:
     cuts_samples = args.dataloader_inter_document_masking and args.context_parallel_size > 1
-    return cuts_samples and args.transformer_impl == TRANSFORMER_ENGINE
+    return cuts_samples and args.transformer_impl == TRANSFORMER_ENGINE and "(packed samples) with context parallelism"
 
 
 def _graphs(args: argparse.Namespace) -> object:
@@ -261,7 +259,7 @@ RETIRED: tuple[Unsupported, ...] = (
 """Refused in every run."""
 
 OTHER_TASKS: tuple[Unsupported, ...] = (
-    Unsupported("--sft --fim-data --perform-rl-step", None, "other data"),
+    Unsupported("--sft --fim-data --perform-rl-step --inprocess-restart", None, "another kind of run"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "shares out packed sequences in its own way"),
     Unsupported("--logits-save-dir --logits-load-dir --yaml-cfg --per-dataset-sequences-path", None, "another run"),
 )
@@ -313,7 +311,7 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"Megatron has retired {flag}: {entry.advice}.")
     for entry in OTHER_TASKS:
         for flag in entry.found_in(args):
-            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
+            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on text, in one start.")
 
 
 def own_samples(args: argparse.Namespace, config: LancetConfig) -> Samples | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.training.plan.support import OWN_SPEC
+from megatron_lancet.config import OWN_SPEC
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, SHORT_RUN, TINY_MODEL, pretrain
 

@@ -14,6 +14,8 @@ from megatron_lancet.library.models import device_of, has_experts, language_mode
 from megatron_lancet.library.overlap import Overlap
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.training.flag_conflicts import predicts_beside_loss
+from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
 
 SHAPE = {"micro_batch_size": 1, "seq_length": 16}
@@ -156,6 +158,25 @@ def test_predictions_in_a_layout_of_the_configuration(layout, is_beside):
     model.config = transformer_config(**EXPERTS, **pipeline, pipeline_model_parallel_layout=layout)
     args = run_arguments([model], ddp_config(), StepShape(1, 16, 2, has_packed_samples=True), 10)
     assert predicts_beside_loss(args) is is_beside
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("plan", "why"), [("off", "off: stock Megatron modules"), ("auto", "(packed samples) with context parallelism")]
+)
+def test_packed_samples_on_context_ranks_stay_stock(plan, why):
+    """The launcher knows what its own layers do with them."""
+    model = small_gpt(transformer_config(**EXPERTS))
+    sizes = {"context_parallel_size": 2, "expert_model_parallel_size": 2, "mtp_num_layers": 1}
+    model.config = transformer_config(**EXPERTS, **sizes)
+    args = run_arguments([model], ddp_config(), StepShape(1, 16, 2, has_packed_samples=True), 10)
+    args.transformer_impl = TRANSFORMER_ENGINE
+    found, line = choose_plan(args, Overlap(**SHAPE, plan=plan)._config)
+    assert found is None
+    assert why in line
+    args.transformer_impl = "local"
+    with pytest.raises(UsageError, match="--mtp-num-layers does not work with this launcher's packing of samples"):
+        choose_plan(args, Overlap(**SHAPE)._config)
 
 
 @pytest.mark.parametrize(

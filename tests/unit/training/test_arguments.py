@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import OWN_SPEC, AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.data import hugging_face
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.comm_priority.feature import CommPriorityFlags
@@ -23,7 +23,6 @@ from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
-from megatron_lancet.training.plan.support import OWN_SPEC
 
 
 @pytest.fixture

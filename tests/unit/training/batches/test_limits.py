@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from megatron_lancet.config import PlanChoice
+from megatron_lancet.config import OWN_SPEC, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.limits import shapes_vary
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.plan.select import choose_plan
-from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
+from megatron_lancet.training.plan.support import refuse_other_tasks
 from tests.unit.training.configs import config_with, cut_with
 from tests.unit.training.validated import parsed
 

@@ -64,7 +64,6 @@ def parsed(monkeypatch):
         ("--iterations-to-skip 3", "--iterations-to-skip: Megatron shares out"),
         ("--cuda-graph-impl local", "--cuda-graph-impl local: micro-batches differ"),
         ("--spec megatron_lancet.training.spec overlapped_gpt", "Megatron's own script: it reads its own batches"),
-        ("--reset-attention-mask", "--reset-attention-mask: documents are kept apart"),
     ],
 )
 def test_what_bins_do_not_work_with_is_refused(parsed, changes, message):
@@ -127,7 +126,8 @@ def test_bins_are_cut_along_the_sequence_only(parsed):
 
 
 def test_packed_documents_are_kept_apart(parsed):
-    args = parsed()
+    args = parsed("--lancet-pack-documents --reset-attention-mask")
     lines = normalize_args(args, binned())
-    assert args.dataloader_inter_document_masking is True
+    assert (args.dataloader_inter_document_masking, args.reset_attention_mask) == (True, False)
+    assert any("--reset-attention-mask is off" in line for line in lines)
     assert any("--dataloader-inter-document-masking is on" in line for line in lines)

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from megatron.training import checkpointing
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.ep_resize.feature import check_checkpoint, check_separate_expert_grads
+from megatron_lancet.training.megatron.checkpoint_patches import arguments_before_loading
 
 
 def run(ep_size: int, **changes: object) -> SimpleNamespace:
@@ -76,3 +78,15 @@ def test_separate_expert_grads_is_for_ep_size_one():
         check_separate_expert_grads(run(2, **APART))
     with pytest.raises(UsageError, match=r"this model has none\. Drop it"):
         check_separate_expert_grads(run(1, **APART, num_experts=None))
+
+
+@pytest.mark.parametrize("rank0", [True, False])
+def test_saved_arguments_of_any_format_are_looked_at(monkeypatch, rank0):
+    """Megatron reads torch and torch_dcp with rank0=False alone."""
+    saved, seen = run(2), list[SimpleNamespace]()
+    monkeypatch.setattr(
+        checkpointing, "_load_base_checkpoint", lambda load_dir, args, rank0: ({"args": saved}, "", False, None)
+    )
+    with arguments_before_loading(seen.append):
+        checkpointing._load_base_checkpoint("folder", None, rank0=rank0)
+    assert seen == [saved]

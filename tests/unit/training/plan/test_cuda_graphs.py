@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.config import PlanChoice
+from megatron_lancet.config import OWN_SPEC, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import RunFacts
 from megatron_lancet.features.cuda_graphs import feature
@@ -138,6 +138,21 @@ def test_what_cannot_be_captured_is_refused(parsed, flags, named):
     with pytest.raises(UsageError, match=r"^--lancet-cuda-graphs does not work with ") as refusal:
         CUDA_GRAPHS.check(facts)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("", "--no-create-attention-mask-in-dataloader"),
+        ("--no-create-attention-mask-in-dataloader --transformer-impl transformer_engine", "--te-rng-tracker"),
+    ],
+)
+def test_own_script_needs_the_flags_that_graphs_need(parsed, flags, needed):
+    """Megatron has read its flags there, so they can't be changed."""
+    words = f"--spec {' '.join(OWN_SPEC)} {flags}"
+    with pytest.raises(UsageError, match=f"in Megatron's own script needs {needed}. Pass it too"):
+        CUDA_GRAPHS.check(RunFacts(parsed(words), ON, ONE, device=GPU))
+    CUDA_GRAPHS.check(RunFacts(parsed(f"{words} {needed}"), ON, ONE, device=GPU))
 
 
 def test_wiring_that_cannot_be_captured_is_named(parsed):

@@ -89,6 +89,7 @@ def test_field_that_only_a_library_sets_is_unsupported(name):
             r"Megatron has retired --checkpoint-activations: pass --recompute-granularity\.",
         ),
         (["--fim-data"], "--fim-data is not supported by pretrain_gpt_moe.py"),
+        (["--inprocess-restart"], "--inprocess-restart is not supported by pretrain_gpt_moe.py"),
         (["--yaml-cfg", "a.yaml"], "--yaml-cfg is not supported by pretrain_gpt_moe.py"),
     ],
 )
