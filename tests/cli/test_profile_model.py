@@ -18,8 +18,11 @@ TOOL = launch.REPO / "tools/plans/profile_model.py"
 def run(token_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile")
     path = folder / "profile.json"
-    results = launch.run(TOOL, ["--output", path, *command_line(token_data, EP2)], 2, folder, timeout_s=150)
+    unused = ["--train-samples", 640, "--save", folder / "saved", "--save-interval=1", "--load", folder / "saved"]
+    words = ["--output", path, *command_line(token_data, EP2), *unused]
+    results = launch.run(TOOL, words, 2, folder, timeout_s=150)
     launch.check(results)
+    assert not (folder / "saved").exists()
     return read_profile(path), [result.output for result in results]
 
 

@@ -5,7 +5,7 @@
 
 LAUNCH is a launch script with its arguments, a file of Megatron's flags, or the flags. The command runs real training
 steps under a few plans, on the run's own data (--mock-data is enough) and between its own ranks; in a mocked world
---lancet-mock-link sets the link times. Only the profile is saved.
+--lancet-mock-link sets the link times. No checkpoint is loaded, and only the profile is saved.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_lancet.cli.arguments import add_launch_arguments, own_words
 from megatron_lancet.errors import run_command
+from megatron_lancet.lab.launch.flag_file import split_flags
 from megatron_lancet.lab.launch.launch import read_launch
 from megatron_lancet.training.pretrain import main as pretrain
 
@@ -21,6 +22,10 @@ _ENOUGH_STEPS = 1000
 """The run ends when the profile is complete."""
 _DEFAULTS = f"--train-iters {_ENOUGH_STEPS} --lr 1e-5 --eval-interval {_ENOUGH_STEPS}".split()
 _ALWAYS = ["--eval-iters", "0", "--log-interval", str(_ENOUGH_STEPS)]
+_DROPPED = (
+    *("--train-samples", "--lr-decay-samples", "--lr-warmup-samples"),  # not with --train-iters
+    *("--save", "--save-interval", "--load", "--pretrained-checkpoint"),
+)
 
 
 def main() -> None:
@@ -32,8 +37,9 @@ def main() -> None:
     own = parser.parse_args(words)
     launch = read_launch(rest, own.trust_script)
     launch.set_environment()
+    kept = (word for flag in split_flags(launch.words) if flag[0] not in _DROPPED for word in flag)
     # The last one counts of a flag that is given twice.
-    sys.argv[1:] = [*_DEFAULTS, *launch.words, *_ALWAYS, "--lancet-profile", str(own.output)]
+    sys.argv[1:] = [*_DEFAULTS, *kept, *_ALWAYS, "--lancet-profile", str(own.output)]
     pretrain()
 
 

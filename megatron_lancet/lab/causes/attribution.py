@@ -76,13 +76,13 @@ def causes_of(ranks: Sequence[TracedRank], kind: LinkKind) -> StepCauses:
         CannotReplay: the traces don't belong to one step of one group.
     """
     step = Step(ranks, kind)
-    as_it_was_ms = left_ms = step.replay().exposed_ms
+    as_it_was_ms = left_ms = step.replay()
     parts: dict[str, CausePart] = {}
     removed: frozenset[Cause] = frozenset()
     for cause in REMOVAL_ORDER:
         removed |= {cause}
-        before_ms, left_ms = left_ms, step.replay(removed).exposed_ms
-        without_ms = left_ms if len(removed) == 1 else step.replay(frozenset({cause})).exposed_ms
+        before_ms, left_ms = left_ms, step.replay(removed)
+        without_ms = left_ms if len(removed) == 1 else step.replay(frozenset({cause}))
         parts[cause] = CausePart(before_ms - left_ms, as_it_was_ms - without_ms, *_size(cause, step))
     return StepCauses(
         step_ms=max(rank.timeline.step_ms for rank in ranks),

@@ -50,19 +50,6 @@ class Cause(StrEnum):
     """The thread that computes is blocked, or the device has nothing to run because the host is late."""
 
 
-@dataclass(frozen=True)
-class Waits:
-    """Waits in a replay, mean over the ranks.
-
-    Attributes:
-        exposed_ms: in all.
-        end_ms: end of the last op of the slowest rank, from the start of the step.
-    """
-
-    exposed_ms: float
-    end_ms: float
-
-
 class Step:
     """A traced step of a group that can be played again.
 
@@ -103,8 +90,8 @@ class Step:
         """The link, fitted to the step's messages."""
         return fit_wire(self._kind, list(self._payloads.values()), list(self._counts_ms.values()), len(self.ranks))
 
-    def replay(self, removed: frozenset[Cause] = frozenset()) -> Waits:
-        """Plays the step without some causes.
+    def replay(self, removed: frozenset[Cause] = frozenset()) -> float:
+        """Plays the step without some causes; returns how long ranks wait in all, mean over them.
 
         Raises:
             CannotReplay: a rank waits for a message that never comes.
@@ -230,8 +217,8 @@ class _Replay:
         self._num_events = 0
         self._sending: Links = self._links
 
-    def run(self) -> Waits:
-        """Plays all of it."""
+    def run(self) -> float:
+        """Plays all of it; see :meth:`Step.replay`."""
         for place, rank in enumerate(self._ranks):
             self._at(rank.time_ms, place)
         while self._events:
@@ -246,8 +233,7 @@ class _Replay:
         stuck = [rank.waits_for for rank in self._ranks if rank.waits_for is not None]
         if stuck:
             raise CannotReplay(f"a rank waits for {stuck[0][0]}, which never arrives")
-        exposed_ms = sum(rank.exposed_ms for rank in self._ranks) / len(self._ranks)
-        return Waits(exposed_ms, max(rank.time_ms for rank in self._ranks))
+        return sum(rank.exposed_ms for rank in self._ranks) / len(self._ranks)
 
     def _at(self, time_ms: float, event: "_Resume | _Launch | tuple[Links, LinkEvent]") -> None:
         self._num_events += 1

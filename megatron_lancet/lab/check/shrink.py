@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.dry_run_flags import DryRunConfig
 from megatron_lancet.errors import UsageError
@@ -11,6 +13,7 @@ from megatron_lancet.feature_parts import SmallLaunch
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
+from megatron_lancet.training.arguments import megatrons_refusals
 from megatron_lancet.training.plan.flag_mapping import OTHER_DISPATCHERS
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 
@@ -42,7 +45,7 @@ _SIZES = (
 """Flags that are given anew."""
 _ON_GPUS = {
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "
-    "--apply-query-key-layer-scaling --keep-fp8",
+    "--apply-query-key-layer-scaling --keep-fp8 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
     "offloading": "--cpu-offloading --fine-grained-activation-offloading --offload --activation-offload",
     "other dispatchers": " ".join(f"--{prefix.replace('_', '-')}" for prefix in OTHER_DISPATCHERS),
     "an uneven or finer cut": "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards "
@@ -195,7 +198,9 @@ def _virtual_stages(args: argparse.Namespace) -> int:
     """Virtual pipeline stages of a rank of the launch."""
     pipeline = args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout:
-        return max(1, (str(args.pipeline_model_parallel_layout).count("|") + 1) // pipeline)
+        with megatrons_refusals():
+            num_stages = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        return max(1, num_stages // pipeline)
     if args.num_layers_per_virtual_pipeline_stage:
         return max(1, args.num_layers // (pipeline * args.num_layers_per_virtual_pipeline_stage))
     return args.num_virtual_stages_per_pipeline_rank or 1
@@ -255,6 +260,8 @@ def _given_anew(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         yield ["--recompute-granularity", "selective", "--recompute-modules", *(modules or ["core_attn"])], ""
     if lost := [module for module in args.recompute_modules or [] if is_selective and module not in modules]:
         yield [], f"no recompute of {', '.join(lost)}, which Megatron's local layers don't have: not checked"
+    if args.num_distributed_optimizer_instances > 1:
+        yield [], "one instance of the distributed optimizer (--num-distributed-optimizer-instances)"
     if not args.num_experts:
         yield (["--disable-bias-linear"] if not args.add_bias_linear else []), ""
         return

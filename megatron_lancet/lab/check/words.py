@@ -1,13 +1,13 @@
 """A command line of Megatron as flags with their values, by the parser's own sections."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.errors import UsageError
+from megatron_lancet.lab.launch.flag_file import split_flags
 from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import add_lancet_arguments, with_features
 
@@ -56,24 +56,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         for action in group._group_actions
         for option in action.option_strings
     }
-    flags = tuple(_flags(words))
+    flags = tuple(split_flags(words))
     return CommandLine(
         flags, args, with_features(args, features()), {flag[0]: titles.get(flag[0], "") for flag in flags}
     )
-
-
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields each flag with its values; ``--flag=value`` is split."""
-    flag: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            if flag:
-                yield tuple(flag)
-            name, equals, value = word.partition("=")
-            flag = [name, value] if equals else [name]
-        elif flag:
-            flag.append(word)
-        else:
-            raise UsageError(f"expected a flag of Megatron, found {word!r}.")
-    if flag:
-        yield tuple(flag)

@@ -38,15 +38,17 @@ class Allowed:
         limits: of its arguments.
         most_chunks: by dimension.
         blockers: why its layout can't have a dispatch, by dispatch.
+        stocks_dispatch: carried by the messages of stock, whose flex dispatcher sends a token once to a rank or a node.
     """
 
     limits: Limits
     most_chunks: Mapping[ChunkDim, int]
     blockers: Mapping[Dispatch, str]
+    stocks_dispatch: Dispatch
 
     @property
-    def stocks_dispatch(self) -> Dispatch:
-        """What stock's messages carry; ``--moe-token-dispatcher-type flex`` sends a token once to a rank or a node."""
+    def dispatch(self) -> Dispatch:
+        """The dispatch of the first plans: plain, unless the run excludes it."""
         return PLAIN if PLAIN in self.limits.dispatches else self.limits.dispatches[-1]
 
     def reason(self, start: str) -> str:
@@ -61,8 +63,8 @@ def stock(allowed: Allowed) -> Candidate:
 
 
 def basic(allowed: Allowed) -> Iterator[Candidate]:
-    """Yields one chunk, pairs, and two and four chunks, with stock's dispatch."""
-    dispatch = allowed.stocks_dispatch
+    """Yields one chunk, pairs, and two and four chunks."""
+    dispatch = allowed.dispatch
     one = fixed_plan(1, dispatch=dispatch)
     yield Candidate("one chunk", one, "--lancet-num-chunks 1 --lancet-pairing off")
     if True in allowed.limits.pairing:

@@ -101,3 +101,8 @@ def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:
         yield "multi-token prediction is left out of times, not of memory"
     if args.context_parallel_size > 1:
         yield "messages of context parallelism are hidden behind the attention"
+    given = run.findings.args
+    if args.moe_router_topk != given.moe_router_topk:
+        yield f"of the {given.moe_router_topk} rows of a token {args.moe_router_topk} are sent, others return it"
+    if (args.micro_batch_size, args.seq_length) != (given.micro_batch_size, given.seq_length):
+        yield f"each micro-batch is one sample of {args.seq_length} positions, the most that a bin has"

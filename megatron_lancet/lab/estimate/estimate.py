@@ -7,7 +7,7 @@ slowest stage from the planner's simulator.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_lancet.lab.dry_run.memory import Memory
@@ -34,14 +34,12 @@ class Figures:
     Attributes:
         exposed_ms: time for which compute waits for all-to-alls.
         bubble_ms: time for which the step waits for other pipeline stages.
-        rest_ms: reductions that nothing hides, optimizer, activations between stages.
         peak_dw_bytes: memory that deferred weight gradients keep alive.
     """
 
     step_ms: float
     exposed_ms: float
     bubble_ms: float
-    rest_ms: float
     peak_dw_bytes: int
 
     @property
@@ -107,9 +105,9 @@ class Estimator:
         plan = candidate.plan
         if plan is None:
             return Estimate(candidate)
-        repeats = repeats_messages or candidate.name == STOCK
-        figures = tuple(corner.figures(plan, repeats) for corner in self._corners)
-        stages = self.run.findings.memory_by_way.of(candidate.name == STOCK, plan.is_paired)
+        is_stock = candidate.name == STOCK
+        figures = tuple(corner.figures(plan, repeats_messages or is_stock, is_stock) for corner in self._corners)
+        stages = self.run.findings.memory_by_way.of(is_stock, plan.is_paired)
         return Estimate(candidate, figures, self._memory(stages, max(one.peak_dw_bytes for one in figures)))
 
     def _memory(self, stages: Sequence[Memory], dw_bytes: int) -> tuple[float, float]:
@@ -124,9 +122,7 @@ class Corner:
 
     def __init__(self, run: Run, speeds: Speeds) -> None:
         self._run = run
-        self._speeds = speeds
-        self.rest_ms = sum(rest_of_step(run, speeds).values())
-        self.profile: Profile = profile_of(run, speeds, self.rest_ms)
+        self.profile: Profile = profile_of(run, speeds, sum(rest_of_step(run, speeds).values()))
 
     @cached_property
     def _simulator(self) -> Simulator:
@@ -137,10 +133,13 @@ class Corner:
         """Bytes of a plain message of a micro-batch: the rows of a rank's tokens."""
         return self.profile.model.num_rows * self.profile.model.row_bytes
 
-    def figures(self, plan: Plan, repeats_messages: bool = False) -> Figures:
+    def figures(self, plan: Plan, repeats_messages: bool = False, is_stock: bool = False) -> Figures:
         """Figures of a plan's step; see :meth:`Estimator.estimate`."""
         layout = self._run.layout
-        found: Prediction = self._simulator.predict(split_at_stages(plan, self.profile.model.stage_of_layer))
+        profile, simulator = self.profile, self._simulator
+        if is_stock and profile.model.wiring:  # stock waits for each message, whichever sum a layer adds
+            simulator = Simulator(CostModel(replace(profile, model=replace(profile.model, wiring=""))))
+        found: Prediction = simulator.predict(split_at_stages(plan, profile.model.stage_of_layer))
         # A message that recompute sends again is waited for as long as in the forward.
         again_ms = found.exposed_forward_ms * self._run.recomputed_experts if repeats_messages else 0.0
         slot_ms = found.slot_ms + again_ms / layout.num_micro_batches
@@ -148,8 +147,7 @@ class Corner:
         bubble_ms = bubble_of(layout.pipeline, layout.virtual, slot_ms)
         # The simulator's stages fill and drain as without virtual stages.
         step_ms = found.step_ms - ahead * found.slot_ms + bubble_ms + again_ms
-        rest_ms = self.rest_ms + found.gradient_ms
-        return Figures(step_ms, found.exposed_ms + again_ms, bubble_ms, rest_ms, found.peak_dw_bytes)
+        return Figures(step_ms, found.exposed_ms + again_ms, bubble_ms, found.peak_dw_bytes)
 
 
 def bubble_of(num_stages: int, num_virtual: int, slot_ms: float) -> float:

@@ -64,6 +64,11 @@ class Piece:
     keys: float
 
 
+def num_identity_experts(args: argparse.Namespace) -> int:
+    """Experts of each router that return their token, which is not sent to them."""
+    return int(getattr(args, "lancet_identity_experts", 0))  # a flag of a feature, which may be deleted
+
+
 class LayerParts:
     """The ops of the layers of a run."""
 
@@ -189,13 +194,14 @@ class LayerParts:
         own = piece.tokens / self.sharers
         sent = own * args.moe_router_topk
         width = args.hidden_size * value
-        scores = own * args.num_experts * FP32_BYTES
+        num_scores = args.num_experts + num_identity_experts(args)
+        scores = own * num_scores * FP32_BYTES
         router = _FUSED_ROUTER if args.moe_router_fusion else self._of("router")
         moving = _FUSED_ROWS if args.moe_permute_fusion else self._of("rows")
         ahead, back = _ROUTER_PASSES
         found = {
             OpKind.ROUTE: [
-                product("mlp.router", own, args.hidden_size, args.num_experts, value, "moe"),
+                product("mlp.router", own, args.hidden_size, num_scores, value, "moe"),
                 elementwise(ahead * scores, back * scores, router, "moe"),
             ],
             OpKind.PREPROCESS: [elementwise(2 * sent * width, (sent + own) * width, moving, "moe")],

@@ -32,6 +32,7 @@ class Run:
     """A run of a launch script, as far as an estimate depends on it.
 
     Attributes:
+        args: validated; a micro-batch is as large as it may be, and ``moe_router_topk`` counts the rows that are sent.
         routing: distribution of rows over the ranks.
         saves_scores: whether core attention is unfused.
     """
@@ -111,6 +112,7 @@ def facts_of(run: Run, ranks_per_node: int) -> ModelFacts:
         prob_bytes=prob,
         nodes=nodes if isinstance(nodes, Nodes) else None,
         expert_tp_size=layout.expert_tensor,
+        wiring="late-sum" if getattr(args, "lancet_shortcut_moe", False) else "",
     )
 
 

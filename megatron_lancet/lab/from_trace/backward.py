@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_lancet.lab.from_trace.events import Event
-from megatron_lancet.lab.from_trace.forward import ALL_TO_ALL, Forward, Weight
+from megatron_lancet.lab.from_trace.forward import Forward, Weight
 from megatron_lancet.lab.from_trace.lacks import TraceLacks
 from megatron_lancet.lab.from_trace.leaves import Leaves
 from megatron_lancet.lab.from_trace.marks import Mark
-from megatron_lancet.lab.from_trace.passes import NODE, MicroBatch
+from megatron_lancet.lab.from_trace.passes import ALL_TO_ALL, NODE, MicroBatch
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.schedule.turns import ROWS_NEEDED_BY

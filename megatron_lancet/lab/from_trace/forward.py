@@ -16,12 +16,11 @@ from megatron_lancet.lab.from_trace.events import Event
 from megatron_lancet.lab.from_trace.lacks import TraceLacks
 from megatron_lancet.lab.from_trace.leaves import Leaves
 from megatron_lancet.lab.from_trace.marks import Mark
-from megatron_lancet.lab.from_trace.passes import LINEAR, NORM, ROUTER, MicroBatch
+from megatron_lancet.lab.from_trace.passes import ALL_TO_ALL, LINEAR, NORM, ROUTER, MicroBatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane
 
-ALL_TO_ALL = "c10d::alltoall_base_"
 _GATHERS = frozenset({"c10d::_allgather_base_", "c10d::allgather_"})
 _MESSAGE_FUNCTION = "_AllToAll"
 TOPK = "aten::topk"

@@ -20,7 +20,7 @@ ROUTER = "RouterGatingLinearFunction"
 NORM = re.compile(r"(?i)(layer|rms)_?norm|_OperationFuser")
 LINEAR = re.compile(r"LinearWithGradAccumulationAndAsyncCommunication|_Linear|_LayerNormLinear|_GroupedLinear")
 _CHECKPOINT = "CheckpointFunction"
-_ALL_TO_ALL = "c10d::alltoall_base_"
+ALL_TO_ALL = "c10d::alltoall_base_"
 _POINT_TO_POINT = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 _STAGES = "PIPELINE_MODEL_PARALLEL"
 
@@ -227,7 +227,7 @@ def _parts(rank: RankEvents, forwards: Sequence[Sequence[Event]], num_parts: int
 
 
 def _has_all_to_all(op: Event) -> bool:
-    return any(one.name == _ALL_TO_ALL for one in op.walk())
+    return any(one.name == ALL_TO_ALL for one in op.walk())
 
 
 def _flat(ops: Iterable[Event]) -> Iterable[Event]:

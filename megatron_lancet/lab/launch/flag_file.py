@@ -1,7 +1,8 @@
-"""A file of Megatron's flags, in place of a launch script."""
+"""Lists of Megatron's flags: a file of flags in place of a launch script, and flags with their values."""
 
 import re
 import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
@@ -32,3 +33,20 @@ def _without_comment(line: str) -> str:
         if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
             return before.strip()
     return line.strip()
+
+
+def split_flags(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields each flag with its values; ``--flag=value`` is split."""
+    flag: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            if flag:
+                yield tuple(flag)
+            name, equals, value = word.partition("=")
+            flag = [name, value] if equals else [name]
+        elif flag:
+            flag.append(word)
+        else:
+            raise UsageError(f"expected a flag of Megatron, found {word!r}.")
+    if flag:
+        yield tuple(flag)

@@ -6,12 +6,14 @@ therefore have no effect either. If this is impossible, the user is asked.
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_lancet.config import FLAGS_VARIABLE, OWN_SPEC
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.failure import describe_failure
 from megatron_lancet.lab.launch.flag_file import flags_in
@@ -90,7 +92,25 @@ def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
 
 def _launch_of_flags(words: Sequence[str]) -> Launch:
     size = slurm.leading(os.environ.get("WORLD_SIZE", ""))
-    return Launch(list(words), size, {}, "" if size is None else "WORLD_SIZE")
+    return _by_own_script(Launch(list(words), size, {}, "" if size is None else "WORLD_SIZE"), os.environ)
+
+
+def _by_own_script(launch: Launch, environment: Mapping[str, str]) -> Launch:
+    """The same launch by this project's script, if it is by Megatron's with ``--spec``, where a variable has flags.
+
+    Raises:
+        UsageError: a quotation in the variable has no end.
+    """
+    for index in range(len(launch.words)):
+        if launch.words[index : index + 3] == ["--spec", *OWN_SPEC]:
+            try:
+                flags = shlex.split(environment.get(FLAGS_VARIABLE, ""))
+            except ValueError as error:
+                raise UsageError(f"{FLAGS_VARIABLE}: {error}. Close it.") from error
+            others = {name: value for name, value in launch.environment.items() if name != FLAGS_VARIABLE}
+            words = [*launch.words[:index], *launch.words[index + 3 :], *flags]
+            return replace(launch, words=words, environment=others)
+    return launch
 
 
 def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = False) -> Launch:
@@ -191,6 +211,5 @@ def _launch(started: Started, program: Program, text: str, defaults: Mapping[str
         and not name.startswith(_OF_A_LAUNCHER)
     }
     ranks = ranks_of(started, program, text)
-    if ranks is None:
-        return Launch(program.arguments, None, changed)
-    return Launch(program.arguments, ranks.value, changed, ranks.source)
+    size, source = (None, "") if ranks is None else (ranks.value, ranks.source)
+    return _by_own_script(Launch(program.arguments, size, changed, source), started.environment)

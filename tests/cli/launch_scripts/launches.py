@@ -35,6 +35,7 @@ COUNTS: dict[str, tuple[int | None, str]] = {
     "mpirun -H a,b -N 8 python {train}": (16, "mpirun with 2 hosts"),
     "mpirun --host a:8,b:8 --npernode 4 python {train}": (8, "mpirun with 2 hosts"),
     "mpirun --host a,b,a python {train}": (3, "mpirun with 2 hosts"),
+    "mpiexec.hydra -bootstrap ssh -n 16 -ppn 8 python {train}": (16, "mpiexec.hydra -n 16"),
     "#SBATCH -N 2 --gpus-per-node=4 --ntasks-per-gpu=1\nsrun python {train}": (
         *(8, "#SBATCH --nodes=2 --gpus-per-node=4 --ntasks-per-gpu=1"),
     ),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.config import OWN_SPEC
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.launch.flag_file import flags_in
 from megatron_lancet.lab.launch.launch import launch_of_script, read_launch
@@ -265,3 +266,18 @@ def test_failures_name_the_line_and_a_remedy(text, start, tmp_path):
     (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{text}\n")
     with pytest.raises(UsageError, match=FAILURES[text]):
         launch_of_script(tmp_path / "train.sh", [])
+
+
+def test_launches_with_our_spec_are_of_our_own_script(start, tmp_path, monkeypatch):
+    words = ["--spec", *OWN_SPEC, "--num-layers", "2"]
+    script = tmp_path / "train.sh"
+    script.write_text(f"LANCET_FLAGS='--lancet-plan off' torchrun pretrain_gpt.py {' '.join(words)}\n")
+    found = read_launch([str(script)])
+    assert found.words == ["--num-layers", "2", "--lancet-plan", "off"]
+    assert "LANCET_FLAGS" not in found.environment
+    monkeypatch.setenv("LANCET_FLAGS", "--lancet-num-chunks 4")
+    assert read_launch(words).words == ["--num-layers", "2", "--lancet-num-chunks", "4"]
+    monkeypatch.setenv("LANCET_FLAGS", "'")
+    with pytest.raises(UsageError, match="LANCET_FLAGS: No closing quotation"):
+        read_launch(words)
+    assert read_launch(["--spec", "a.module", "b"]).words == ["--spec", "a.module", "b"]

@@ -76,12 +76,12 @@ with open(file, "w") as lines:
 
 def test_each_part_saves_as_it_goes_and_stops_no_other(tmp_path, monkeypatch, capsys):
     part_that_runs(SAVES, monkeypatch)
-    parts = [Part("failing", "a", 30), Part("hanging", "b", 3), Part("fine", "c", 30)]
+    parts = [Part("failing", "a", 30), Part("hanging", "b", 6), Part("fine", "c", 30)]
     assert not check_in(tmp_path).run(parts)
     result = json.loads((tmp_path / "gpu-check.json").read_text())
     failing, hanging, fine = result["parts"]
     assert (failing["status"], hanging["status"], fine["status"]) == (1, None, 0)
-    assert hanging["why"] == "stopped at its limit of 3 s"
+    assert hanging["why"] == "stopped at its limit of 6 s"
     assert [len(part["records"]) for part in result["parts"]] == [2, 1, 1]  # a line that was cut off is none
     page = (tmp_path / "gpu-check.md").read_text()
     assert "- `failing` second: ValueError: no" in page
@@ -130,7 +130,7 @@ def test_parts_of_a_turn_end_when_the_check_fails(tmp_path, monkeypatch):
 
 def test_a_part_does_not_begin_when_the_time_of_the_whole_is_up(tmp_path, monkeypatch):
     part_that_runs(SAVES, monkeypatch)
-    assert not check_in(tmp_path, limit_s=3).run([Part("hanging", "a", 60), Part("fine", "b", 30)])
+    assert not check_in(tmp_path, limit_s=8).run([Part("hanging", "a", 60), Part("fine", "b", 30)])
     hanging, late = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
     assert hanging["why"].startswith("stopped at its limit of")
     assert late["status"] is None
@@ -142,7 +142,7 @@ def test_children_of_a_part_end_with_it(tmp_path):
         "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); import time; time.sleep(60)"
     )
     log = tmp_path / "log"
-    assert run_limited([sys.executable, "-c", code], log, 2, os.environ)[0] is None
+    assert run_limited([sys.executable, "-c", code], log, 6, os.environ)[0] is None
     child = int(log.read_text().split()[0])
     for _ in range(50):
         if not Path(f"/proc/{child}/status").exists() or "Z (zombie)" in Path(f"/proc/{child}/status").read_text():
@@ -165,7 +165,7 @@ def test_what_was_measured_is_kept_when_check_itself_is_ended(tmp_path):
         if line.startswith("gradients"):
             process.send_signal(signal.SIGTERM)
             break
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(100) == 128 + signal.SIGTERM
     (machine,) = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
     assert {record["name"] for record in machine["records"]} == {"versions", "packages", "devices"}
 
@@ -180,7 +180,7 @@ def test_records_are_on_the_disk_at_once_and_errors_are_counted(tmp_path):
     assert (second["variant"], second["error"]) == ("x", "ValueError: no")
     assert "raise ValueError" in second["frames"]
     assert record.num_errors == 1
-    assert 99 < record.time_left_s() <= 100
+    assert 90 < record.time_left_s() <= 100
     assert read_records(tmp_path / "missing.jsonl") == []
 
 

@@ -58,6 +58,7 @@ MPI = Grammar(
         "nooversubscribe timestamp-output v verbose l prepend-rank merge-stderr-to-stdout q quiet",
     ),
     pairs=_flags("mca gmca omca prtemca pmixmca genv env"),
+    valued=_flags("bootstrap bootstrap-exec launcher launcher-exec rmk map-by rank-by bind-to x"),
     is_known=False,
     has_long_words=True,
 )

@@ -15,6 +15,7 @@ class Grammar:
         flags: long options without a value.
         short_flags: letters of short options without a value.
         pairs: options with two values.
+        valued: options that have a value even if the next word is a command.
         is_known: whether all other options have a value; if not, the next word decides.
         has_long_words: whether one dash starts a long option too, as ``-np``.
     """
@@ -22,6 +23,7 @@ class Grammar:
     flags: frozenset[str] = frozenset()
     short_flags: str = ""
     pairs: frozenset[str] = frozenset()
+    valued: frozenset[str] = frozenset()
     is_known: bool = True
     has_long_words: bool = False
 
@@ -70,4 +72,5 @@ def _has_value(
     """Returns whether the next word is the option's value."""
     if name in flags or not following:
         return False
-    return not following[0].startswith("-") and (grammar.is_known or not is_command(following[0]))
+    is_value = grammar.is_known or name in grammar.valued or not is_command(following[0])
+    return is_value and not following[0].startswith("-")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_lancet.lab.launch.isolated import launchers
-from megatron_lancet.lab.launch.isolated.launchers import LAUNCHED_BY
+from megatron_lancet.lab.launch.isolated.launchers import LAUNCHED_BY, STAND_INS
 
 _ROOT = Path(__file__).parents[4]
 
@@ -24,7 +24,6 @@ ACCELERATE_MODULES = ("accelerate.commands.launch",)
 LAUNCHER_MODULES = (*TORCHRUN_MODULES, *DEEPSPEED_MODULES, *ACCELERATE_MODULES)
 LAUNCHER_FILES = ("torchrun", "ft_launcher", "deepspeed")
 
-_TORCHRUNS = ("torchrun", "ft_launcher")
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(8, 16)))
 _WITHOUT_EFFECT = (
     *("rm", "mv", "cp", "ln", "chown", "wget", "curl", "git", "scp", "rsync", "pip", "pip3", "ssh-keygen"),
@@ -107,14 +106,19 @@ exit 0
 """
 _BASH_START = """
 if [ -n "${{{other}:-}}" ]; then . "${other}"; fi
-case "$PATH" in {stubs}:*) ;; *) PATH={stubs}:$PATH ;; esac
 cd() {{ builtin cd "$@" 2>/dev/null || builtin cd {instead}; }}
 pushd() {{ builtin pushd "$@" 2>/dev/null || builtin pushd {instead} >/dev/null; }}
-set -E
+set -ET
 trap 'printf "failed\\t%s\\t%s\\t%s\\t%q\\n" \
     "$?" "${{BASH_SOURCE[0]:-$0}}" "$LINENO" "$BASH_COMMAND" >> "${record}"' ERR
+trap '{{ case "$PATH" in "${stubs}":*) ;; *) PATH=${stubs}:$PATH ;; esac; \
+    case "${{PYTHONPATH-}}" in "${stubs}"*) ;; *) export PYTHONPATH=${stubs}${{PYTHONPATH:+:$PYTHONPATH}} ;; esac; \
+    }} 2>/dev/null' DEBUG
 """
-"""Every bash reads it first: it notes commands that fail, and goes on without folders that only the cluster has."""
+"""Every bash reads it first: it notes commands that fail, and goes on without folders that only the cluster has.
+
+Before each command, stand-ins are first again: a script that activates a virtual environment would start its launcher.
+"""
 _TEE_STUB = """#!/bin/sh
 exec cat
 """
@@ -142,7 +146,7 @@ def write_stand_ins(folder: Path, bash: str, script: str, scratch: Path, may_wri
     instead = folder / "instead"
     instead.mkdir()
     start = _BASH_START.format(
-        **{"other": BASH_ENV, "stubs": shlex.quote(str(folder)), "record": RECORD},
+        **{"other": BASH_ENV, "stubs": STAND_INS, "record": RECORD},
         instead="." if may_write else shlex.quote(str(instead)),  # what follows may delete files
     )
 
@@ -152,7 +156,7 @@ def write_stand_ins(folder: Path, bash: str, script: str, scratch: Path, may_wri
 
     names = {
         **dict.fromkeys(_WITHOUT_EFFECT, _NOTHING),
-        **dict.fromkeys(_TORCHRUNS, _TORCHRUN_STUB.format(python=python)),
+        **dict.fromkeys(LAUNCHER_FILES[:2], _TORCHRUN_STUB.format(python=python)),
         **dict.fromkeys(_PYTHONS, _PYTHON_STUB.format(folder=folder, python=sys.executable)),
         **{name: launcher(name) for name in launchers.NAMES},
         **{name: _ATTEMPT.format(command=f"/bin/{name}") if may_write else _NOTHING for name in _MAKES_FILES},

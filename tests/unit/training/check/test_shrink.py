@@ -175,3 +175,16 @@ def test_te_layers_that_cant_be_imported_are_refused():
     options = argparse.Namespace(te=True, trust_script=False, dry_run=False)
     with pytest.raises(UsageError, match=r"^--te: Transformer Engine can't be imported here: .* need a GPU.*Drop it"):
         run_check(options, shlex.split(SMALL))
+
+
+def test_virtual_stages_of_a_written_layout_are_kept():
+    assert shrunk((LISTS / "modelzoo_deepseek_v3_h100_128k.args").read_text()).layout.virtual == 2  # of 32 / 8
+    with pytest.raises(UsageError, match="Invalid layer character: x"):
+        shrunk(f"{SMALL} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ex|L")
+
+
+def test_reductions_that_are_not_checked_are_named():
+    text = f"{SMALL} --num-distributed-optimizer-instances 2 --ddp-reduce-scatter-with-fp32-accumulation"
+    changes = shrunk(text).changes
+    assert "not checked: low precision (--ddp-reduce-scatter-with-fp32-accumulation)" in changes
+    assert "one instance of the distributed optimizer (--num-distributed-optimizer-instances)" in changes

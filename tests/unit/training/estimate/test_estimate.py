@@ -19,6 +19,7 @@ from megatron_lancet.lab.estimate.cluster_text import ClusterChoice
 from megatron_lancet.lab.estimate.command import estimate_launch, speeds_of
 from megatron_lancet.lab.estimate.devices import Span, corners
 from megatron_lancet.lab.estimate.estimate import Corner, Estimate, Estimator, bubble_of, rest_of_step
+from megatron_lancet.lab.estimate.model_profile import facts_of
 from megatron_lancet.lab.estimate.report import Estimated, as_plain, report
 from megatron_lancet.lab.estimate.script import allowed_of, run_of
 from megatron_lancet.lab.launch.launch import Launch, as_dry_run
@@ -191,11 +192,10 @@ def test_bubble_is_that_of_the_formula():
     pipeline = ["--pipeline-model-parallel-size", 2, "--global-batch-size", 1024]
     one = of_stock(*pipeline)
     two = of_stock(*pipeline, "--num-virtual-stages-per-pipeline-rank", 2)
-    for plain, virtual in zip(one.figures, two.figures, strict=True):
+    longer = of_stock("--pipeline-model-parallel-size", 2, "--global-batch-size", 2048)
+    for plain, virtual, more in zip(one.figures, two.figures, longer.figures, strict=True):
         assert virtual.bubble_ms == pytest.approx(plain.bubble_ms / 2, rel=0.1)
-        slot_ms = plain.bubble_ms
-        num_micro_batches = 1024 / 4 / 16
-        assert plain.step_ms - plain.rest_ms == pytest.approx((num_micro_batches + 1) * slot_ms, rel=0.02)
+        assert more.step_ms - plain.step_ms == pytest.approx(1024 / 4 / 16 * plain.bubble_ms, rel=0.02)  # a slot each
 
 
 def test_full_recompute_repeats_messages_of_stock_only():
@@ -245,6 +245,53 @@ def test_a_dispatcher_that_sends_rows_once_counts_in_stock():
     found = estimated("--moe-token-dispatcher-type", "flex", "--moe-enable-deepep")
     assert found.found[0].candidate.plan.dispatch.name == "two-hop"
     assert "dispatch: two-hop, also in stock" in report(found)
+
+
+def test_the_dispatch_of_the_script_is_not_stocks(whole):
+    found = estimated("--lancet-dispatch", "two-hop")
+    assert found.found[0].candidate == whole.found[0].candidate
+    assert found.found[0].figures == whole.found[0].figures
+    assert {str(one.candidate.plan.dispatch) for one in found.found[1:] if one.figures} == {"two-hop"}
+    assert "also in stock" not in report(found)
+
+
+SHORTCUT = (
+    "--lancet-shortcut-moe --moe-layer-freq ([1,0]*4) --moe-shared-expert-intermediate-size 512 "
+    "--moe-router-load-balancing-type aux_loss"
+).split()
+
+
+def test_sums_that_are_added_later_hide_messages_of_plans():
+    wired, plain = estimated(*SHORTCUT), estimated(*SHORTCUT[1:])
+    for late, soon in zip(wired.found[0].figures, plain.found[0].figures, strict=True):
+        assert late == soon  # stock waits for each message
+    for late, soon in zip(wired.found[1].figures, plain.found[1].figures, strict=True):
+        assert late.exposed_ms < soon.exposed_ms
+
+
+def test_rows_of_experts_that_return_them_are_not_sent():
+    fewer = estimated(*SHORTCUT, "--lancet-identity-experts", 64)
+    assert facts_of(fewer.run, 8).topk == 2
+    assert "of the 4 rows of a token 2 are sent, others return it" in report(fewer)
+    low, high = fewer.found[0].range_of("exposed_ms")
+    assert high < estimated(*SHORTCUT).found[0].range_of("exposed_ms")[1]
+    assert low > 0
+
+
+def test_a_bin_is_a_micro_batch_of_one_sample():
+    words = [word for word in SMALL if word != "--mock-data"] + ["--data-path", "/data/documents"]
+    bins = ["--lancet-pack-documents", "--lancet-pack-max-tokens", 6144, "--calculate-per-token-loss"]
+    found = estimate_launch(launch(*bins, words=words), ClusterChoice.parse(CLUSTER), EVEN)
+    facts = facts_of(found.run, 8)
+    assert (facts.micro_batch_size, facts.seq_length) == (1, 6144)
+    assert "each micro-batch is one sample of 6144 positions" in report(found)
+
+
+def test_padding_to_another_number_of_rows_is_refused():
+    padded = ["--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"]
+    assert facts_of(run_of(launch(*padded, 1.0), ClusterChoice.parse(CLUSTER), EVEN), 8).pads_to_capacity
+    with pytest.raises(UsageError, match=r"--moe-expert-capacity-factor 1.5 can't be estimated: padding"):
+        run_of(launch(*padded, 1.5), ClusterChoice.parse(CLUSTER), EVEN)
 
 
 def test_report_has_ranges_assumptions_and_advice(whole):
