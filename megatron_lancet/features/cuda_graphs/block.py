@@ -128,6 +128,17 @@ class Source:
         found = (getattr(module, "deferred", None) or () for module in self.modules)
         return [weight for one in found for weight in ((one,) if isinstance(one, DeferredWeight) else one)]
 
+    def check_weights(self) -> None:
+        """
+        Raises:
+            UsageError: a deferred weight is frozen or has a gradient hook; a replay would not see that.
+        """
+        if not all(trains_unwatched(weight.parameter) for weight in self.deferred):
+            raise UsageError(
+                "expected trained weights without gradient hooks in a CUDA graph, found a weight that was frozen or "
+                "got a hook after the model was built. Drop --lancet-cuda-graphs, or do so before DDP wraps the model."
+            )
+
     def warm_up_thread(self, like: Inputs) -> None:
         """Runs an eager forward on this thread.
 
@@ -192,11 +203,6 @@ class CapturedBlock:
         self._grads = {name: self._buffers.like(f"gradient of {name}", tensor) for name, tensor in ends.items()}
         self._results = [self._buffers.like(f"result {index}", one) for index, one in enumerate(self._inputs)]
         # Autograd would make the capture wait for the stream of a deferred weight, which is outside of it.
-        if not all(trains_unwatched(weight.parameter) for weight in self._source.deferred):
-            raise UsageError(
-                "expected trained weights without gradient hooks in a CUDA graph, found a weight that was frozen or "
-                "got a hook after the model was built. Drop --lancet-cuda-graphs, or do so before DDP wraps the model."
-            )
         late = {id(weight.parameter) for weight in self._source.deferred}
         self._direct = [place for place, parameter in enumerate(self._parameters) if id(parameter) not in late]
         sources = *self._inputs, *(self._parameters[place] for place in self._direct)

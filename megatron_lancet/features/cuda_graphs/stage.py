@@ -80,6 +80,8 @@ class StageGraphs:
         """By number of chunks, and index of the chunk."""
         self._in_flight: set[int] = set()
         self._num_slots = 0
+        self._sources: dict[int, Source] = {}
+        """By layer, once they are captured."""
         self._slots: list[Mapping[ForwardPath, Blocks]] = []
         self._present: Blocks | None = None
         self._logits: dict[int, list[torch.Tensor]] = {}
@@ -114,8 +116,14 @@ class StageGraphs:
                 yield replace(one, ops={**one.ops, ATTENTION: run, ROUTE: partial(self._route, one.ops)})
 
     def begin_step(self) -> None:
-        """Frees all slots, also after a failed step. Call between steps."""
+        """Frees all slots, also after a failed step. Call between steps.
+
+        Raises:
+            UsageError: a captured weight was frozen or got a gradient hook.
+        """
         self._in_flight.clear()
+        for source in self._sources.values():
+            source.check_weights()
 
     def capture(self) -> None:
         """Captures the blocks of each slot that the warm-up steps have used. Call between steps.
@@ -124,7 +132,9 @@ class StageGraphs:
             UsageError: the model can't be captured.
         """
         stream, buffers = torch.cuda.Stream(), SharedBuffers()
-        sources = {number: _source(*of_layer) for number, of_layer in self._layers.items()}
+        sources = self._sources = {number: _source(*of_layer) for number, of_layer in self._layers.items()}
+        for source in sources.values():
+            source.check_weights()
         _check_stream_of_ddp(sources.values())
         for layer, num_chunks, index in (place for path in self._paths for place in path.places()):
             sources[layer].warm_up_thread(self._like[num_chunks, index])

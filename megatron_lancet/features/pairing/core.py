@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 _PROCESSOR = 36
 """Place of the core in /proc/*/stat behind the name in brackets, see proc(5)."""
@@ -78,7 +79,12 @@ def _can_keep() -> bool:
     own = found = len(os.sched_getaffinity(0))
     with suppress(OSError):  # the process that started the rank has ended
         found = max(own, len(os.sched_getaffinity(os.getppid())))
-    return own > 1 and found >= _CORES_PER_RANK * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return own > 1 and found >= _CORES_PER_RANK * _ranks_of_node()
+
+
+def _ranks_of_node() -> int:
+    """Ranks on this node: all ranks where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
 
 
 def _core_of(thread: int) -> int:

@@ -134,9 +134,9 @@ class SwitchableAttention:
         config = self._attention.config
         if self._is_te and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
             raise UsageError(
-                "sequence chunks do not work with attention in fp8 (fp8_dot_product_attention, "
-                "fp8_multi_head_attention): Transformer Engine has no such kernel for a chunk with earlier positions. "
-                "Pass --lancet-chunk-dim batch."
+                "sequence chunks and packed samples do not work with attention in fp8 (fp8_dot_product_attention, "
+                "fp8_multi_head_attention): Transformer Engine has no such kernel. Pass --lancet-chunk-dim batch, or "
+                "turn it off."
             )
         for flag in () if self._is_te else sdpa_blockers(config):
             raise UsageError(
@@ -151,17 +151,14 @@ class SwitchableAttention:
             UsageError: the attention is of an unknown class.
         """
         if not self._is_te:
-            self._use_sdpa(self._attention)
+            if not isinstance(self._attention.core_attention, AttentionPerChunk):
+                adopt(self._attention.core_attention, SdpaAttention)
+            self._attention.core_attention.__class__ = SdpaAttention
+            self._attention.core_attention.recomputed = self._recomputed
         if self._rotary is not None and not isinstance(self._rotary, _PositionedRotary | _PositionedYarnRotary):
             adopt(
                 self._rotary, _PositionedYarnRotary if self._rotary_class is YarnRotaryEmbedding else _PositionedRotary
             )
-
-    def _use_sdpa(self, attention: Any) -> None:
-        if not isinstance(attention.core_attention, AttentionPerChunk):
-            adopt(attention.core_attention, SdpaAttention)
-        attention.core_attention.__class__ = SdpaAttention
-        attention.core_attention.recomputed = self._recomputed
 
     def use_built(self) -> None:
         """Switches back to what Megatron built."""

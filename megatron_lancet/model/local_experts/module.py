@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import ByPlan, is_of_ddp, refuse_hooks
 from megatron_lancet.model.linear import trains_unwatched
 from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
@@ -90,10 +91,16 @@ class GroupingSequentialMLP(ByPlan, SequentialMLP):
         return self.may_group and self.dp_group.size() == 1 and grouped_is_faster(len(self.local_experts), num_rows)
 
     def _together(self) -> "_LayerByLayer | None":
-        """Returns the local experts as one module; None where this pass can't run so."""
+        """Returns the local experts as one module; None where this pass can't run so. Refuses hooks on replicas."""
         # Megatron's own passes, as in evaluation, have the first expert's rows first.
         made = self._layer_by_layer if self.training and torch.is_grad_enabled() else None
-        return made if made is not None and all(map(trains_unwatched, made.weights)) else None
+        watched = [weight for weight in made.weights if not trains_unwatched(weight)] if made is not None else []
+        if self.dp_group.size() > 1 and any(weight.requires_grad and on_cuda(weight) for weight in watched):
+            raise UsageError(
+                "expected no gradient hook on experts that other ranks have too, found one. Register it on all ranks "
+                "before the model is prepared, or pass --lancet-plan off."
+            )
+        return None if watched else made
 
     @cached_property
     def _layer_by_layer(self) -> "_LayerByLayer | None":

@@ -239,6 +239,29 @@ def test_hook_on_a_captured_module_is_refused(module, kind):
         run(CASE, hooked)
 
 
+@pytest.mark.parametrize("is_captured", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("changed", ["hook", "frozen"])
+def test_weights_changed_beside_the_capture_are_refused(changed, is_captured):
+    """A replay calls no hook on a weight's gradient, and goes on training a frozen weight."""
+
+    def change(stack: ExitStack) -> None:
+        def capture(stock, stage):
+            weight = stage._layers[1][0].stock.self_attention.linear_qkv.weight
+            if is_captured:
+                stock(stage)
+            if changed == "frozen":
+                weight.requires_grad_(False)
+            else:
+                weight.register_hook(print)
+            if not is_captured:
+                stock(stage)
+
+        stack.enter_context(around(StageGraphs, "capture", capture))
+
+    with pytest.raises(UsageError, match="found a weight that was frozen or got a hook"):
+        run(CASE, change)
+
+
 def test_hooks_of_gathered_parameters_run_before_each_replay():
     """DDP's hook waits for a module's parameters; it can't be in a graph."""
     calls: list[str] = []

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import device
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
@@ -99,6 +100,16 @@ def test_layers_of_experts_wait_for_gathered_parameters(one_rank, cuda):
     assert by_layer == sequential
     assert set(sequential) == set(pair.ddp.bucket_groups)
     assert len(pair.ddp.bucket_groups) > 1
+
+
+def test_gradient_hook_on_an_expert_with_replicas_is_refused(on_cuda, monkeypatch):
+    """This rank would run expert by expert, and report gradients in another order than the replica does."""
+    pair = Pair()
+    pair.linears[2].weight.register_hook(lambda grad: grad)
+    check_equal(pair.run(SIZES[0]), pair.run_stock(SIZES[0]), 1e-6)
+    monkeypatch.setattr(pair.ours, "dp_group", mock.Mock(size=lambda: 2))
+    with pytest.raises(UsageError, match="no gradient hook on experts that other ranks have too"):
+        pair.run(SIZES[0])
 
 
 def test_rows_and_gradients_may_be_views(on_cuda):

@@ -73,7 +73,9 @@ def test_own_core_is_read_from_the_system():
     assert core._core_of(threading.get_native_id()) in os.sched_getaffinity(0)
 
 
-@pytest.mark.parametrize("why_not", ["operators have threads", "one core", "as many ranks as cores", "forbidden"])
+@pytest.mark.parametrize(
+    "why_not", ["operators have threads", "one core", "as many ranks as cores", "unknown", "forbidden"]
+)
 def test_threads_stay_where_they_are_without_a_core_to_share(masks, monkeypatch, why_not):
     own = threading.get_native_id()
     if why_not == "operators have threads":
@@ -82,6 +84,10 @@ def test_threads_stay_where_they_are_without_a_core_to_share(masks, monkeypatch,
         masks[own] = {2}
     elif why_not == "as many ranks as cores":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    elif why_not == "unknown":  # how many of the four ranks run on this node
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        monkeypatch.setattr(core.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(core.dist, "get_world_size", lambda: 4)
     else:
 
         def refuse(*_):
