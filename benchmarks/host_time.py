@@ -11,7 +11,7 @@ stock's in the same repeat: on a GPU the host must launch a step in less time th
 "Stock in halves" has twice as many micro-batches with half the samples, so it runs each op twice, as two chunks
 of whole layers do.
 
-The second table divides the variants' CPU time among ops, from the runtime's own trace of one step.
+The second table divides the wall-clock time of one traced step among ops: a wait counts as long as it takes.
 """
 
 import logging

@@ -20,12 +20,12 @@ from benchmarks.auto.training import run_case
 from benchmarks.demo.data import prepare
 from benchmarks.demo.folder import REPOSITORY, open_folder
 from benchmarks.demo.links.link import NAMESPACES, link, rank_cores
-from benchmarks.demo.short_run import CpuWatch
 from benchmarks.demo.training_log.training_process import say
 from benchmarks.harness.command import new_parser
+from benchmarks.harness.disturbance import CpuWatch
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
-from benchmarks.harness.runner import RESULTS, exit_on_signals
+from benchmarks.harness.runner import exit_on_signals, output_path
 from benchmarks.harness.tables import write_results
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.errors import run_command
@@ -65,7 +65,7 @@ def main() -> None:
     folder = open_folder(args.folder.resolve())
     prepare(folder, _VOCAB, _MEGABYTES)
     found = origin("benchmarks.auto", environment=rank_environment(0))
-    output = args.output or RESULTS / f"auto-{found['date']}"
+    output = output_path("auto", found["date"], args.output)
     write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
     results = []
     for case in cases:

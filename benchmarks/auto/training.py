@@ -194,8 +194,10 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
             one.settle(fixed if one.variant.name == AUTO else ())
         by_name = {one.variant.name: one for one in (reference, *others)}
         running = [by_name[variant.name] for variant in case.variants]
+        catch_up(reference, others, rate_bps, link)
         _check_losses(by_name)  # before the turns, which take most of the time
         turns(running, num_turns)
+        _check_losses(by_name)
         return {
             "name": case.name,
             "share": case.share,
@@ -209,13 +211,25 @@ def run_case(case: Case, folder: Folder, link: Link, num_turns: int, logs: Path)
         }
 
 
+def catch_up(reference: Running, others: Sequence[Running], rate_bps: float, link: Link) -> None:
+    """Runs the reference on a free link until no other has more steps: each loss then has one to compare with."""
+    num_missing = max(len(one.steps) for one in others) - len(reference.steps)
+    if num_missing > 0:
+        say(f"      {num_missing} more steps of {reference.variant.name}, to compare losses with")
+        link.set_rate(FREE_BPS)
+        reference.run(num_missing)
+        link.set_rate(rate_bps)
+
+
 def _check_losses(running: Mapping[str, Running]) -> None:
     """
     Raises:
-        UsageError: a variant's losses are not the reference's.
+        UsageError: a variant's losses are not the reference's, or it has more of them.
     """
     reference = [step.loss for step in running[SAME].steps]
     for name, one in running.items():
+        if len(one.steps) > len(reference):
+            raise UsageError(f"{name} has {len(one.steps)} losses, and {SAME} has {len(reference)} to compare with.")
         found = largest_difference(reference, [step.loss for step in one.steps])
         if found > MAX_LOSS_DIFFERENCE:
             raise UsageError(

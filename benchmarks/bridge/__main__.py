@@ -23,11 +23,11 @@ from benchmarks.demo.data import prepare
 from benchmarks.demo.folder import REPOSITORY, Folder, open_folder
 from benchmarks.demo.job import Job
 from benchmarks.demo.links.link import FREE_BPS, NAMESPACES, Link, link, rank_cores
-from benchmarks.demo.short_run import CpuWatch
 from benchmarks.demo.training_log.training_process import say
+from benchmarks.harness.disturbance import CpuWatch
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
-from benchmarks.harness.runner import RESULTS, exit_on_signals
+from benchmarks.harness.runner import exit_on_signals, output_path
 from benchmarks.harness.tables import write_results
 from megatron_lancet.cli.arguments import positive_int
 from megatron_lancet.errors import run_command
@@ -56,13 +56,14 @@ def main() -> None:
     found = origin("benchmarks.bridge", environment=rank_environment(0))
     (bridge,) = distributions(name="megatron-bridge", path=[str(path)])
     found["versions"]["megatron-bridge"] = bridge.version
+    output = output_path("bridge", found["date"], args.output)
     watch = CpuWatch(rank_cores())
     with link(NAMESPACES, is_unprivileged=False) as between:
         measured = _measure(folder, between, args.turns)
     seen = watch.found()
     case = {**measured, "disturbance": {**asdict(seen), "is_disturbed": seen.is_disturbed}}
     write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
-    write({**finished(found), "cases": [case]}, args.output or RESULTS / f"bridge-{found['date']}")
+    write({**finished(found), "cases": [case]}, output)
 
 
 def _measure(folder: Folder, between: Link, num_turns: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ set so that stock waits for a given share of its step on this machine.
 """
 
 import json
-import resource
 import textwrap
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from benchmarks.demo.steps import OURS, STOCK, Comparison
 from benchmarks.demo.training import EXPOSED_SHARE, Training
 from benchmarks.demo.training_log.train_log import RunLog, tail
 from benchmarks.demo.training_log.training_process import say
-from benchmarks.harness.disturbance import Disturbance, cpu_times, disturbance
+from benchmarks.harness.disturbance import CpuWatch
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import rank_environment
@@ -34,31 +33,6 @@ Sums in another order differ by 1e-7. Where a token's two best experts are nearl
 training multiplies the difference: from step 33 on, stock on an Intel Xeon and stock on an AMD EPYC are up to 1.4e-4
 apart.
 """
-
-
-class CpuWatch:
-    """From now on watches what else runs on the ranks' cores; processes that we start count when they have ended."""
-
-    def __init__(self, cores: Sequence[int]) -> None:
-        self._cores = sorted(set(cores))
-        self._own_s = _cpu_s_of_children()
-        self._before, self._start_s = cpu_times(self._cores), time.monotonic()
-
-    def seen(self) -> str | None:
-        """What was seen since then; None if the cores were ours alone."""
-        found = self.found()
-        return str(found) if found.is_disturbed else None
-
-    def found(self) -> Disturbance:
-        """What was seen since then, as shares of the cores' time."""
-        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
-        own_s = _cpu_s_of_children() - self._own_s
-        return disturbance(self._before, after, own_s, elapsed_s, len(self._cores))
-
-
-def _cpu_s_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def run_short(
@@ -97,13 +71,14 @@ def run_short(
         say(f"      {found.description}")
         training = Training(folder, found, num_steps, rate_bps, extra)
         training.run()
+    other_load = watch.found()
     summary = {
         **results_of(folder, training.comparison, num_steps),
         "unigram_entropy": entropy,
         "link": f"{found.kind}, {training.rate_bps / 1e6:.0f} Mbit/s",
         "wanted_share": EXPOSED_SHARE if rate_bps is None else None,
         "attention": training.attention,
-        "other_load": watch.seen(),
+        "other_load": str(other_load) if other_load.is_disturbed else None,
         "origin": finished(started),
         "train_seconds": round(time.monotonic() - train_start_s, 1),
     }

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.gradient_error import relative_errors, worst
+from benchmarks.harness import disturbance
 from benchmarks.harness.cases import Case, rotated
-from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.job import Job
 from benchmarks.harness.namespaces import NUM_NODES, run_command, shaping_command
 from benchmarks.harness.rate import RateSearch
@@ -210,13 +210,8 @@ def largest_error(
     return everywhere.item()
 
 
-class CpuWatch:
+class CpuWatch(disturbance.CpuWatch):
     """From now on watches what else runs on the cores. Collective."""
-
-    def __init__(self, cores: list[int]) -> None:
-        self._cores = cores
-        self._own_s = _own_cpu_s()
-        self._before, self._start_s = cpu_times(cores), time.monotonic()
 
     def seen(self, what: str) -> dict[str, Any]:
         """What was seen since then, said on rank 0 and for the JSON file. Collective.
@@ -224,15 +219,13 @@ class CpuWatch:
         Args:
             what: that was measured meanwhile.
         """
-        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
-        found = disturbance(self._before, after, _own_cpu_s() - self._own_s, elapsed_s, len(self._cores))
+        elapsed_s, found = time.monotonic() - self._start_s, self.found()
         say(f"  {what}: {elapsed_s:.0f} s; {'DISTURBED: ' if found.is_disturbed else ''}{found}")
         return {**asdict(found), "is_disturbed": found.is_disturbed}
 
-
-def _own_cpu_s() -> float:
-    """CPU time that all ranks, and processes of theirs that have ended, used so far. Collective."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    total = torch.tensor(sum(usage.ru_utime + usage.ru_stime for usage in usages), dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
+    def _own_cpu_s(self) -> float:
+        """CPU time that all ranks, and processes of theirs that have ended, used so far. Collective."""
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = torch.tensor(sum(usage.ru_utime + usage.ru_stime for usage in usages), dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item()

@@ -1,5 +1,8 @@
-"""Finds out whether anything else used the processor while a sweep ran. Pure arithmetic on /proc/stat."""
+"""Finds out whether anything else used the processor while a sweep ran, by /proc/stat."""
 
+import resource
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,3 +67,21 @@ def disturbance(before: CpuTimes, after: CpuTimes, own_s: float, elapsed_s: floa
     total_s = elapsed_s * num_cores
     others_s = max(0.0, after.busy_s - before.busy_s - own_s)
     return Disturbance((after.steal_s - before.steal_s) / total_s, others_s / total_s)
+
+
+class CpuWatch:
+    """From now on watches what else runs on the cores; processes that we start count when they have ended."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = sorted(set(cores))
+        self._own_s = self._own_cpu_s()
+        self._before, self._start_s = cpu_times(self._cores), time.monotonic()
+
+    def found(self) -> Disturbance:
+        """What was seen since then, as shares of the cores' time."""
+        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
+        return disturbance(self._before, after, self._own_cpu_s() - self._own_s, elapsed_s, len(self._cores))
+
+    def _own_cpu_s(self) -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime

@@ -16,6 +16,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.namespaces import NUM_NODES, Namespaces, check_host, this_host
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import RankError, rank_environment, run_ranks
+from megatron_lancet.errors import UsageError
 
 RESULTS = Path(__file__).parents[1] / "results"
 _WORKER = "benchmarks.harness.worker"
@@ -76,20 +77,34 @@ def run_benchmark(
         make_job: what the ranks are to do, from ``args``, the cores and the path of the result.
 
     Raises:
-        UsageError: this machine can't run it.
+        UsageError: this machine can't run it, or the default result file exists.
         SystemExit: it was ended early; what was finished is written.
     """
     exit_on_signals()
     try:
         found = origin(f"benchmarks.{name}", environment=rank_environment(0, args.default_malloc))
+        output = output_path(name, found["date"], args.output)
         timeout_s = args.timeout_minutes * 60
         measured, ended_by = measure_in_network(name, partial(make_job, args), timeout_s, args.default_malloc)
     except (RankError, KeyboardInterrupt) as error:
         end(error)
     result = {**finished(found), "is_complete": ended_by is None, **measured}
-    write_results(result, args.output or RESULTS / f"{name}-{found['date']}")
+    write_results(result, output)
     if ended_by is not None:
         end(ended_by)
+
+
+def output_path(name: str, date: str, given: Path | None) -> Path:
+    """Path of the result files, without a suffix.
+
+    Raises:
+        UsageError: none is given, and an earlier run of this day has written to the default path.
+    """
+    path = given or RESULTS / f"{name}-{date}"
+    file = path.with_name(f"{path.name}.json")
+    if given is None and file.exists():
+        raise UsageError(f"{file} is the result of an earlier run. Pass --output PATH, or move that file.")
+    return path
 
 
 def exit_on_signals() -> None:

@@ -9,7 +9,7 @@ of the slower rank, and the ratio is the median of the paired ratios, above 1 wh
 
 The workloads come from Megatron-LM's pull request 7488 (``benchmarks/moe/token_imbalance``, 2026-09-18), by its
 description, with generators of our own: each token has top-k different experts; of E experts the hot ones are
-max(top-k, E / 4), and three of four tokens choose among them only.
+max(top-k, E / 4), in W3 half of them, and three of four tokens choose among them only.
 
     W0  balanced             the experts in turn
     W1  hot expert set       the first experts are hot

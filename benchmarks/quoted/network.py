@@ -103,7 +103,7 @@ def _runs() -> list[tuple[_Identity, Run]]:
     found = []
     for quoted in reversed(all_runs("network")):
         is_default = quoted.settings is None or _KEEPS_MEMORY in quoted.settings
-        if not is_default or "--rate" in quoted.command.split():  # another allocator, or no target for the rate
+        if not is_default or " --rate" in quoted.command:  # another allocator, or no target for the rate
             continue
         summary = summarise(quoted.case)
         plans = quoted.case["plans"]

@@ -115,7 +115,7 @@ def gone(processes) -> bool:
 
 def damaged(monkeypatch, folder: Path, damage: str) -> tuple[list[dict], list]:
     monkeypatch.setattr(ranks, "CASES", FEW)
-    monkeypatch.setattr(ranks, "CASE_LIMIT_S", 4.0)
+    monkeypatch.setattr(ranks, "CASE_LIMIT_S", 12.0)
     monkeypatch.setattr(ranks, "_LEAST_RESTART_S", 1.0)
     processes = fork_ranks(monkeypatch, DAMAGED, damage, timing=False)
     return over_gloo(folder), processes
@@ -143,7 +143,7 @@ def test_ranks_that_hang_say_where_they_stand(monkeypatch, tmp_path):
     assert re.search(r"(stands here: .*|gave up on )L\d+\.c\d", of_rank_0["error"])
     assert "damaged_rank.py" in of_rank_1["frames"]
     assert gone(processes)
-    assert time.monotonic() - start_s < 60
+    assert time.monotonic() - start_s < 100
     assert [one["name"] for one in found if one["name"].startswith("gradients pairs")] == [title_of("pairs")]
 
 

@@ -2,7 +2,8 @@
 
 LANCET_TEST_RESULT names the file; the last rank writes it, which knows the losses also with pipeline stages;
 of a mocked world, the one rank that there is. LANCET_TEST_CAPABILITY is the major number of the compute capability
-that the tests' Transformer Engine sees. With LANCET_TEST_GRAPHS the CPU has CUDA graphs.
+that the tests' Transformer Engine sees. With LANCET_TEST_GRAPHS the CPU has CUDA graphs. With
+LANCET_TEST_SHORT_RACE a race takes at most three turns, however noisy the machine is.
 """
 
 import functools
@@ -46,6 +47,11 @@ if __name__ == "__main__":
             from tests.features.cuda_graphs.graphs_worker import platform_with_graphs
 
             stack.enter_context(around(detect, "platform", platform_with_graphs))
+        if "LANCET_TEST_SHORT_RACE" in os.environ:
+            from megatron_lancet.features.tuning import race
+
+            for name in ("MAX_TURNS", "MAX_TIED_TURNS"):
+                stack.enter_context(replaced(race, name, 3))
         main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if "LANCET_TEST_RESULT" in os.environ and (last or "mock" in sys.argv):

@@ -33,36 +33,20 @@ def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: flo
     return torch.softmax((input.float() * scale).masked_fill(later, float("-inf")), dim=-1).to(input.dtype)
 
 
-def _backward(output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float) -> torch.Tensor:
+def scaled_softmax_backward(
+    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
     """Gradient of the scores, whatever was masked: a key without weight has none."""
     grad, weights = output_grad_.float(), softmax_results_.float()
     inner = (grad * weights).sum(dim=-1, keepdim=True)
     return (scale_factor * weights * (grad - inner)).to(output_grad_.dtype)
 
 
-def scaled_softmax_backward(
-    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of the scores."""
-    return _backward(output_grad_, softmax_results_, scale_factor)
-
-
-def scaled_masked_softmax_backward(
-    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of the scores."""
-    return _backward(output_grad_, softmax_results_, scale_factor)
+scaled_masked_softmax_backward = scaled_aligned_causal_masked_softmax_backward = scaled_softmax_backward
 
 
 def scaled_upper_triang_masked_softmax_backward(
     output_grads_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
-    """Gradient of the scores."""
-    return _backward(output_grads_, softmax_results_, scale_factor)
-
-
-def scaled_aligned_causal_masked_softmax_backward(
-    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    """Gradient of the scores."""
-    return _backward(output_grad_, softmax_results_, scale_factor)
+    """The same."""
+    return scaled_softmax_backward(output_grads_, softmax_results_, scale_factor)

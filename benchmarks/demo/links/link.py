@@ -1,12 +1,13 @@
 """The link between the two ranks: network namespaces where this machine allows them, else a paced transport."""
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 from benchmarks.demo.folder import REPOSITORY
@@ -18,6 +19,8 @@ IN_USER_NAMESPACE = "--in-user-namespace"
 FREE_BPS = 2e9
 """Before the rate is set: fast enough that nothing waits long."""
 _PROBE_TIMEOUT_S = 20
+_PORTS = range(20_000, 32_000)
+"""Below the ports that the kernel deals out: gloo takes hundreds of them meanwhile."""
 
 
 class Link(Protocol):
@@ -95,9 +98,10 @@ class PacedLink:
         return list(command)
 
     def rendezvous(self) -> dict[str, str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        while True:
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", secrets.choice(_PORTS)))
+                return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 @contextmanager

@@ -133,8 +133,9 @@ def _errors(parts: Any) -> Iterator[str]:
 
 
 def timed_rows(found: Found) -> dict[str, dict[str, Row]]:
-    """Rows by link and variant; stock on the free link is not among them."""
-    return {link: summarise(samples, _STOCK) for link, samples in found.samples.items() if link != _FREE}
+    """Rows by link and variant; stock on the free link is not among them, nor are links without times of stock."""
+    timed = {link: samples for link, samples in found.samples.items() if link != _FREE and _STOCK in samples}
+    return {link: summarise(samples, _STOCK) for link, samples in timed.items()}
 
 
 def measured(records: Sequence[Record], links: Sequence[str]) -> dict[str, dict[str, dict[str, float | None]]]:
@@ -226,7 +227,7 @@ def _ranks(records: Sequence[Record], result: Mapping[str, Any]) -> str:
     steps = [["variant", "step ms", "speed-up", "rounds"]]
     for record in records:
         if record["name"] == "steps":
-            figures = [f"{record['median_ms']:.1f}", f"{record['speedup']:.2f}"]
+            figures = [f"{record['median_ms']:.1f}", _number(record["speedup"], 2)]
             steps.append([record["variant"], *figures, str(record["rounds"])])
     sizes = [["message MB", "at most SMs", "ms", "GB/s"]]
     for record in records:

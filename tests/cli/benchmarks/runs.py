@@ -47,3 +47,16 @@ def run_on_network(module: str, folder: Path, *words: object) -> tuple[str, dict
 def namespaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return {line.split()[0] for line in listed.splitlines()}
+
+
+def processes_of(words: str) -> list[int]:
+    """Running processes that have these words in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # ended in between
+            continue
+        if words in line:
+            found.append(int(folder.name))
+    return found

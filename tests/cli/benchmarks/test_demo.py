@@ -17,17 +17,17 @@ import pytest
 from benchmarks.demo.claim import claim, conditions
 from benchmarks.demo.steps import Comparison
 from benchmarks.demo.training_log.train_log import parse_iteration
+from tests.cli.benchmarks.runs import REPO, namespaces, processes_of
 from tests.ranks import launch
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL_DATA = ["--vocab-size", "500", "--corpus-megabytes", "0.2"]
 SMALL_MODEL = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --eval-iters 1".split()
 WHOLE_DEMO_TIMEOUT_S = 220
-START_TIMEOUT_S, END_TIMEOUT_S = 90, 30
+START_TIMEOUT_S, END_TIMEOUT_S = 90, 90
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-PYTHON = REPOSITORY / "tests/cli/stand_ins/python.py"
+PYTHON = REPO / "tests/cli/stand_ins/python.py"
 STAND_IN = """#!/bin/sh
 exec {python} -S -E {stand_in} "$@"
 """
@@ -53,7 +53,7 @@ def whole_demo(folder: Path, words: Sequence[str]) -> str:
     forks = {"PRELOADED": str(launch.preloaded().address), "PYTHON_EXEC": str(interpreter)}
     done = subprocess.run(
         [sys.executable, "-c", WITH_STAND_IN, interpreter, *words],
-        cwd=REPOSITORY,
+        cwd=REPO,
         env={**os.environ, **forks},
         capture_output=True,
         text=True,
@@ -69,19 +69,6 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     """The output folder of a demo with a paced transport, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     return folder / "run", whole_demo(folder, arguments(folder / "run", "--link", "paced", "--rate", "50"))
-
-
-def processes_of(output: Path) -> list[int]:
-    """Running processes whose command line names the folder."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # ended in between
-            continue
-        if str(output) in line:
-            found.append(int(folder.name))
-    return found
 
 
 def test_short_demo_compares_stock_and_ours(finished):
@@ -127,24 +114,20 @@ def test_interrupted_demo_leaves_neither_namespaces_nor_ranks(finished, tmp_path
     output = tmp_path / "run"
     shutil.copytree(finished[0], output)
     demo = [sys.executable, "-m", "benchmarks.demo", *arguments(output)]
-    with subprocess.Popen(demo, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(demo, cwd=REPO, stdout=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while len(processes_of(output)) < 5:  # itself, and two ranks of each variant
+        while len(processes_of(str(output))) < 5:  # itself, and two ranks of each variant
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
         assert f"lancet-{process.pid}-0" in namespaces()
         process.send_signal(signal.SIGINT)
         assert process.wait(END_TIMEOUT_S) == 130
-    assert processes_of(output) == []
+    assert processes_of(str(output)) == []
     assert f"lancet-{process.pid}-0" not in namespaces()
     assert not (output / "summary.json").exists()
     assert not (output / "steps.png").exists()
     assert (output / "data" / "prepared.json").exists()
-
-
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.usefixtures("shaped_network")
@@ -163,7 +146,7 @@ def test_demo_without_root_makes_its_namespaces_in_one_of_users(tmp_path):
         "enter_user_namespace('auto', ['--rate', '9'])"
     )
     started = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, timeout=60, check=False
     )
     assert started.stdout.splitlines() == ["-m benchmarks.demo --in-user-namespace --rate 9", "0", "inside"]
     assert namespaces() == before

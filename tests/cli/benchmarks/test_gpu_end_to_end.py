@@ -70,8 +70,8 @@ def test_stock_waits_for_its_messages_and_ours_less(measured):
     rows = size["micro_batch"] * size["seq_length"] * size["top_k"]
     wire_ms = 2 * 4 * rows * size["hidden"] * 2 * 7 / 8 / (0.005 * 1e6)
     exposed_ms = {name: row["exposed_ms"] for name, row in slow["summary"].items()}
-    assert wire_ms < exposed_ms[STOCK] < 2 * wire_ms
-    assert exposed_ms["ours k=2"] < 0.8 * exposed_ms[STOCK]
+    assert wire_ms < exposed_ms[STOCK] < 3 * wire_ms
+    assert exposed_ms["ours k=2"] < 0.9 * exposed_ms[STOCK]
 
 
 @pytest.mark.alone(setup=True)

@@ -12,28 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.benchmarks.runs import REPO, TINY, namespaces, processes_of
 from tests.gradient_deviations import TOLERANCE
 
-REPO = Path(__file__).parents[3]
-TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--sweeps", "1", "--rate", "100"]
 START_LIMIT_S = 60
 pytestmark = pytest.mark.usefixtures("shaped_network")
 
 
 @contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "benchmarks.network", *TINY, *args]
+    command = [sys.executable, "-m", "benchmarks.network", *TINY, "--sweeps", "1", *args]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
         process.kill()
         process.communicate()
-
-
-def namespaces() -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line.split()[0] for line in listed.splitlines()]
 
 
 def host_links() -> str:
@@ -46,23 +40,10 @@ def own_namespaces(process: subprocess.Popen) -> list[str]:
 
 def wait_for_ranks(process: subprocess.Popen, folder: Path) -> None:
     deadline_s = time.monotonic() + START_LIMIT_S
-    while len(processes_of(folder)) < 2:
+    while len(processes_of(f"{folder}/lancet-network-")) < 2:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
-
-
-def processes_of(temporary: Path) -> list[int]:
-    """Running processes whose job lies in the folder."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # ended in between
-            continue
-        if f"{temporary}/lancet-network-" in command:
-            found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.distributed
@@ -200,11 +181,11 @@ def test_an_interrupt_takes_the_namespaces_and_the_ranks_with_it(moment, number,
             assert any("prepared in" in line for line in process.stdout), process.stderr.read()
         else:
             wait_for_ranks(process, tmp_path)
-        assert set(own_namespaces(process)) <= set(namespaces())
-        assert len(processes_of(tmp_path)) == 2
+        assert set(own_namespaces(process)) <= namespaces()
+        assert len(processes_of(f"{tmp_path}/lancet-network-")) == 2
         assert host_links() == before, "the links are inside"
         process.send_signal(number)
-        assert process.wait(20) == status
+        assert process.wait(60) == status
     assert set(own_namespaces(process)).isdisjoint(namespaces())
-    assert processes_of(tmp_path) == []
+    assert processes_of(f"{tmp_path}/lancet-network-") == []
     assert not (tmp_path / "run.json").exists()

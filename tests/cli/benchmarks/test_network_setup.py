@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo.links.link import PacedLink
 from benchmarks.harness import ranks, runner
 from benchmarks.harness.job import read_job
 from benchmarks.harness.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
@@ -29,7 +30,7 @@ BOTH_TOOLS = ("ip", "tc")
         (("Linux", 1000, BOTH_TOOLS, [0, 1]), ["root", "1000", "sudo make bench-network"]),
         (("Linux", 0, ("ip",), [0, 1]), ["tc", "apt install iproute2"]),
         (("Linux", 0, (), [0, 1]), ["ip and tc"]),
-        (("Linux", 0, BOTH_TOOLS, [3]), ["2 cores", "may use 1"]),
+        (("Linux", 0, BOTH_TOOLS, [3]), ["the network benchmark needs 2 cores", "may use 1"]),
     ],
 )
 def test_a_host_that_lacks_something_is_told_what(host, words):
@@ -207,8 +208,8 @@ def test_a_rank_that_is_killed_is_shown_with_its_signal(tmp_path):
 
 def test_ranks_that_take_too_long_are_ended_with_their_stacks(tmp_path):
     waits = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"
-    with pytest.raises(ranks.RankError, match=r"not done after 1 s(.|\n)*rank 1\n(.|\n)*File"):
-        ranks.run_ranks(NoNamespaces(waits, waits), "worker", [], [0, 1], tmp_path, 1)
+    with pytest.raises(ranks.RankError, match=r"not done after 5 s(.|\n)*rank 1\n(.|\n)*File"):
+        ranks.run_ranks(NoNamespaces(waits, waits), "worker", [], [0, 1], tmp_path, 5)
 
 
 def test_a_rank_that_ignores_sigterm_is_killed():
@@ -217,6 +218,21 @@ def test_a_rank_that_ignores_sigterm_is_killed():
     process.stdout.readline()
     ranks.end(process)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_an_earlier_result_of_the_day_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    assert runner.output_path("network", "2026-12-01", None) == tmp_path / "network-2026-12-01"
+    (tmp_path / "network-2026-12-01.json").touch()
+    with pytest.raises(UsageError, match=r"network-2026-12-01\.json is the result of an earlier run\. Pass --output"):
+        runner.output_path("network", "2026-12-01", None)
+    given = tmp_path / "network-2026-12-01"
+    assert runner.output_path("network", "2026-12-01", given) == given
+
+
+def test_paced_ranks_meet_below_the_ports_of_the_kernel():
+    port = int(PacedLink("asked for").rendezvous()["MASTER_PORT"])
+    assert 20_000 <= port < 32_000
 
 
 def test_each_variant_comes_with_what_it_is_compared_with():

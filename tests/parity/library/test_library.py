@@ -9,7 +9,7 @@ from tests.parity.library.library_worker import all_found
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
-NUM_STEPS, NUM_TUNED_STEPS = 3, 100
+NUM_STEPS, NUM_TUNED_STEPS = 3, 80
 PAIRS = {"num_chunks": 1, "pairing": "on"}
 EXACT = {
     "one chunk": ({"num_chunks": 1}, "hook"),
@@ -25,9 +25,9 @@ NEAR = {
 }
 PACKED, OFF, TUNED = "packed in chunks", "off", "tuned"
 TUNING = {"cache": "off", "tune_steps": 2, "dispatch": "plain", "pairing": "off", "attention": "stock"}
-TOLERANCE = 1e-5
-"""Twice the largest difference that was measured, 5.0e-6 on an AMD EPYC: chunks sum in another order. The first step's
-gradients are within 2e-6, later weights differ by the optimizer's."""
+TOLERANCE = 5e-5
+"""Ten times the largest difference that was measured, 5.0e-6 on an AMD EPYC: chunks sum in another order. The first
+step's gradients are within 2e-6, later weights differ by the optimizer's."""
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.training.platform.cuda_connections import CONNECTIONS
+from tests.parity.runs.spec_worker import pretrain_gpt
 from tests.parity.stock_overlap.rows import FOLDER, REFUSED, ROWS, Refused, Row
 from tests.ranks import launch
 from tests.ranks.pretrain_worker import recording
@@ -72,23 +73,7 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
 
 
 def as_stock() -> None:
-    """Runs the main part of Megatron's script with the arguments in ``sys.argv``."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_args, validate_args
-    from megatron.training.global_vars import set_global_variables
-
-    from megatron_lancet.training.megatron.patches import dataset_helpers_of_the_wheel
-    from megatron_lancet.training.platform.detect import apply_cpu_settings
-
-    args = parse_args()
-    apply_cpu_settings(args)
-    validate_args(args)
-    set_global_variables(args)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    with dataset_helpers_of_the_wheel():
-        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain_gpt(datasets, forward_step)
 
 
 def as_ours() -> None:

@@ -48,43 +48,6 @@ def test_fill_runs_oldest_dws_first_while_all_to_all_is_pending(backward):
     assert backward.stats.take().num_dw_in_gaps == 2
 
 
-def test_parameter_is_not_reported_before_its_last_dw_has_run(backward):
-    a = backward.weight("a")
-    backward.put(a, 1)
-    backward.put(a, 0)
-    backward.store.mark_last_use(a)
-    assert a.num_pending == 2
-    assert a.num_reported == 0
-    backward.store.advance_window()
-    assert backward.log == []
-    backward.store.advance_window()  # the window ends here
-    assert backward.log == ["dW a.c1", "dW a.c0", "ready a"]
-    assert a.num_reported == 1
-
-
-def test_report_keeps_its_place_if_the_dws_ran_early(backward):
-    a = backward.weight("a")
-    backward.put(a, 0)
-    backward.store.mark_last_use(a)
-    backward.store.fill(lambda: True, COMBINE)
-    assert backward.log == ["dW a.c0"]
-    backward.store.advance_window()
-    assert backward.log == ["dW a.c0"]
-    backward.store.advance_window()
-    assert backward.log == ["dW a.c0", "ready a"]
-
-
-def test_flush_runs_and_reports_remaining_dws_in_order(backward):
-    a, b = backward.weight("a"), backward.weight("b")
-    for weight in (a, b):
-        backward.put(weight, 0)
-        backward.store.mark_last_use(weight)
-    backward.store.flush()
-    assert backward.log == ["dW a.c0", "dW b.c0", "ready a", "ready b"]
-    times = backward.stats.take()
-    assert (times.num_dw_in_gaps, times.num_dw_late) == (0, 2)
-
-
 def test_new_plan_is_followed_from_the_next_backward(backward):
     a = backward.weight("a")
     backward.store.configure(Plan(fixed_plan(1).segments, DwPolicy.NONE, dw_window=3))

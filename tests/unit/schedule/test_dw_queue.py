@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
+from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
 
 
@@ -53,21 +53,6 @@ def test_dw_and_its_report_are_due_after_a_window():
     assert queue.advance() == (["b.0"], ["b"])
 
 
-def test_dws_without_a_window_run_and_are_reported_at_once():
-    queue = Queue(AT_ONCE)
-    assert queue.put("a.0", "a.1") == ["a.0", "a.1"]
-    assert queue.queue.mark_last_use("a") == ["a"]
-    assert (len(queue.queue), queue.queue.peak_bytes, queue.queue.num_early) == (0, 0, 0)
-
-
-def test_oldest_dws_run_where_memory_is_bounded():
-    queue = Queue(DwRules(window=9, memory_bytes=100))
-    assert queue.put("a.0", "a.1", num_bytes=40) == []
-    assert queue.put("b.0", num_bytes=50) == ["a.0"]
-    assert queue.put("c.0", num_bytes=500) == ["a.1", "b.0", "c.0"]  # larger than the bound, and in order
-    assert (queue.queue.held_bytes, queue.queue.peak_bytes, queue.queue.num_early) == (0, 90, 4)
-
-
 def test_planned_dws_of_gap_are_taken_first_and_then_oldest():
     queue = Queue(DwRules(window=9, gaps={"gap": ("b", "gone", "b", "a")}))
     queue.put("c.0", "a.0", "b.0", "a.1", "b.1", "b.2")
@@ -112,16 +97,6 @@ def test_dws_ahead_of_a_wait_are_the_planned_ones():
         found.append(labels(queue.queue.take_ahead))
         assert queue.advance() == ([], [])
     assert found == [["b.0"], [], ["a.0", "c.0"]]
-
-
-def test_dw_queue_flush_returns_all_dws_in_order():
-    queue = Queue(DwRules(window=9))
-    queue.put("a.0", "b.0", "a.1")
-    for weight in "ab":
-        queue.queue.mark_last_use(weight)
-    assert [task.label for task in queue.queue.flush()] == ["a.0", "b.0", "a.1"]
-    assert queue.queue.flush_reports() == ["a", "b"]
-    assert (queue.pending(), queue.queue.unreported, queue.queue.held_bytes) == ([], [], 0)
 
 
 @pytest.mark.parametrize(("policy", "window"), [(DwPolicy.FILL, 3), (DwPolicy.NONE, 0)])

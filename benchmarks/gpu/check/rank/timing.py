@@ -26,7 +26,7 @@ _ROUND_LIMIT_S = 30.0
 _LEAST_LEFT_S = 1.0
 """Of the limit when the last round has ended."""
 _FIRST_S = 3.0
-"""What the first message of a kind, or the first model, may take."""
+"""What the first message of a kind, the first model, or the first round may take."""
 _MESSAGE_MB = (1, 8, 64, 256)
 _MB_ON_CPU = (1,)
 _MAX_CTAS = (None, 8, 16, 32)
@@ -78,7 +78,7 @@ def time_steps(record: Recorder, place: RankPlace) -> None:
     place.share_experts(place.num_ranks)
     runners = _build(record, place, work)
     dice = random.Random(0)  # noqa: S311
-    most, round_s = _MOST_ROUNDS if place.device.type == "cuda" else _ROUNDS_ON_CPU, 0.0
+    most, round_s = _MOST_ROUNDS if place.device.type == "cuda" else _ROUNDS_ON_CPU, _FIRST_S
     for number in range(most):
         if place.largest(round_s + _LEAST_LEFT_S - record.time_left_s()) > 0:
             record.add("left out", what=f"{most - number} of {most} rounds", why="the time is up")

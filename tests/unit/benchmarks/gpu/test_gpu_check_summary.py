@@ -102,6 +102,16 @@ def test_predicted_is_beside_measured_with_the_error():
     assert "| 67 % |" in page  # hidden: (300 - 200) / (300 - 150)
 
 
+def test_the_page_can_lack_the_times_of_stock():
+    """A part may end early, or stock fail."""
+    steps = [{"name": "steps", "variant": "pairs", "median_ms": 5.0, "speedup": None, "rounds": 1}]
+    failed = [*TIMING, {"name": "step", "variant": "stock", "error": "OutOfMemoryError: 80 GB"}]
+    page = written(result({**RECORDS, "ranks": steps, "timing": failed}))
+    assert "| pairs | 5.0 | - | 1 |" in page
+    assert "stock was left out: OutOfMemoryError: 80 GB" in page
+    assert "| pairs | 200.0 |" not in page
+
+
 def test_rehearsal_says_that_its_figures_mean_nothing():
     page = written(result(RECORDS, is_rehearsal=True))
     assert "no figure means anything" in page

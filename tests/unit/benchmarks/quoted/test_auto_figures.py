@@ -10,7 +10,8 @@ import pytest
 from benchmarks.auto import quoted
 from benchmarks.auto.cases import AUTO, CASES, KEPT, MEGATRON, SAME, USERS, VARIANTS, chosen
 from benchmarks.auto.summary import TRAINING_STEPS, as_markdown, as_text, summarise
-from benchmarks.auto.training import Running, _check_losses
+from benchmarks.auto.training import Running, _check_losses, catch_up
+from benchmarks.demo.links.link import FREE_BPS
 from benchmarks.demo.steps import RankStep, Step
 from benchmarks.quoted.results import Quoted
 from megatron_lancet.errors import UsageError
@@ -104,17 +105,30 @@ def test_disturbed_case_says_so_in_its_own_tables():
     assert "DISTURBED" not in as_text([summarise(MEASURED | {"disturbance": {"is_disturbed": False}})])
 
 
+def running(name, *losses):
+    one = Running(VARIANTS[name], SimpleNamespace())
+    one.steps = [Step([RankStep(1, value, 1.0, 0.0, 0.0, 0, 1)]) for value in losses]
+    return one
+
+
 @pytest.mark.parametrize("loss", [math.nan, 1.1])
 def test_a_loss_that_differs_ends_the_benchmark(loss):
-    def running(name, *losses):
-        one = Running(VARIANTS[name], SimpleNamespace())
-        one.steps = [Step([RankStep(1, value, 1.0, 0.0, 0.0, 0, 1)]) for value in losses]
-        return one
-
     reference = running(SAME, 2.0, 1.0)
-    _check_losses({SAME: reference, AUTO: running(AUTO, 2.0, 1.001, 9.0)})
+    _check_losses({SAME: reference, AUTO: running(AUTO, 2.0, 1.001)})
     with pytest.raises(UsageError, match=r"a loss of pairs differs from off-same's by .* can't be compared"):
         _check_losses({SAME: reference, "pairs": running("pairs", 2.0, loss)})
+    with pytest.raises(UsageError, match="auto has 3 losses, and off-same has 2 to compare with"):
+        _check_losses({SAME: reference, AUTO: running(AUTO, 2.0, 1.001, loss)})
+
+
+def test_reference_runs_as_many_steps_as_auto_on_a_free_link():
+    reference, auto, done = running(SAME, 2.0), running(AUTO, *[2.0] * 4), []
+    reference.job.run = lambda steps, on_step: [on_step(number, auto.steps[0].ranks) for number in steps]
+    link = SimpleNamespace(set_rate=lambda rate_bps: done.append((rate_bps, len(reference.steps))))
+    catch_up(reference, [running("pairs", 2.0), auto], 1e8, link)
+    catch_up(reference, [auto], 1e8, link)
+    assert done == [(FREE_BPS, 1), (1e8, 4)]
+    _check_losses({SAME: reference, AUTO: auto})
 
 
 def test_tuning_is_counted_in_steps_of_the_best_plan_beside_it():

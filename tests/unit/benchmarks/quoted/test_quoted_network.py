@@ -79,6 +79,7 @@ def test_what_is_not_comparable_is_not_quoted(commit):
     ]
     commit("2026-01-02", *others)
     commit("2026-01-03", made_up("45", {"all-k2": 9.0}), command="python -m benchmarks.network --rate 100")
+    commit("2026-01-06", made_up("45", {"all-k2": 9.0}), command="python -m benchmarks.network --rate=100")
     commit("2026-01-04", made_up("45", {"all-k2": 9.0}), settings={"OMP_NUM_THREADS": "1"})
     another_plan = made_up("45", {"all-k2": 9.0})
     another_plan["plans"]["all-k2"] = VARIANTS["all-k4"].schedule
