@@ -103,7 +103,7 @@ class PlannedStep:
         is_exact: whether every plan of the space was simulated.
         warning: message for the user, for example if no plan fits into memory; None if there is none.
         limits: the restrictions of the search.
-        finalists: the simplest plan of each of the best kinds that is predicted about as fast as its kind's best.
+        finalists: a simple plan of each of the best kinds that is predicted about as fast as its kind's best.
     """
 
     plan: Plan

@@ -69,6 +69,13 @@ def test_plan_at_the_ends_needs_a_gain():
     assert distinct([(with_ends, 100.0), (paired(TWO), 102.1)], 3) == [with_ends]
 
 
+def test_deferred_weight_gradients_are_measured_where_predictions_are_close():
+    at_once = replace(TWO, dw_policy=DwPolicy.NONE, dw_window=0)
+    assert distinct([(at_once, 100.0), (TWO, 101.9)], 3) == [TWO]
+    assert distinct([(at_once, 100.0), (TWO, 102.1)], 3) == [at_once]
+    assert distinct([(TWO, 100.0), (at_once, 101.9)], 3) == [TWO]
+
+
 def test_whole_micro_batches_race_with_and_without_cut_ends():
     """At the ends only chunks hide messages, so one plan has ops of sizes that the other lacks."""
     found = [(paired(WHOLE, TWO), 100.0), (paired(WHOLE), 101.9), (paired(TWO), 102.0)]
