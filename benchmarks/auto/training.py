@@ -35,8 +35,8 @@ _LEFT_BYTES = 5e9
 """What the next variant's first steps may take."""
 SAMPLES_PER_RANK = 4
 MAX_LOSS_DIFFERENCE = 1e-2
-"""Other orders of sums change the first route of a token after some 50 steps, in bf16 earlier. Losses then differed by
-up to 3e-3 in 120 steps, and by 1e-4 between two runs of our plans. Wrong gradients differ by far more."""
+"""Losses of other orders of sums differed by 2e-7 in 50 steps and by up to 3e-3 in 120, in fp32; losses of two runs of
+our plans by 1e-4 in 120. Rounding can change the route of a token. Wrong gradients differ by far more."""
 _NUM_STEPS = 10_000
 """More than are run: the ranks end when their parent ends them."""
 MODEL_FLAGS = (
