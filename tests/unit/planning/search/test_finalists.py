@@ -69,7 +69,7 @@ def test_plan_at_the_ends_needs_a_gain():
     assert distinct([(with_ends, 100.0), (paired(TWO), 102.1)], 3) == [with_ends]
 
 
-def test_deferred_weight_gradients_are_measured_where_predictions_are_close():
+def test_deferred_weight_gradients_race_where_plans_are_close():
     at_once = replace(TWO, dw_policy=DwPolicy.NONE, dw_window=0)
     assert distinct([(at_once, 100.0), (TWO, 101.9)], 3) == [TWO]
     assert distinct([(at_once, 100.0), (TWO, 102.1)], 3) == [at_once]
