@@ -15,7 +15,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 
 _OVERHEAD_MS = 0.05
 """A shorter time between an op's end and a wait is autograd's own work and counts for the op. A shorter time before a
-weight gradient is the store's own work and counts for the weight gradient."""
+weight gradient is the store's own work and counts for the weight gradient, unless a hand-over is in that time."""
 _BLOCKED_MS = 0.2
 """A thread that neither runs nor waits for a core for a shorter time is not noted."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -127,7 +127,8 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
             spans += [Span(name, Lane.COMPUTE, *part) for part in parts]
         elif what is What.CUT:
             cut_ms = point_ms
-            if point_ms - open_ms - away.within_ms(open_ms, point_ms) >= _OVERHEAD_MS:
+            away_ms = away.within_ms(open_ms, point_ms)
+            if point_ms - open_ms - away_ms >= _OVERHEAD_MS or (away_ms and lane is Lane.COMPUTE):
                 parts.append((open_ms, point_ms))
             elif lane is Lane.COMPUTE:
                 cut_ms = open_ms
@@ -146,9 +147,8 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
 def blocked_in(log: Sequence[Entry]) -> Iterator[Blocked]:
     """Yields where the thread of a log was blocked, outside of waits for messages; points of the log are seconds."""
     for before, after in pairwise(log):
-        is_wait = after.what is What.RESUME and after.lane is Lane.WAIT
-        is_away = after.what is What.RETURN
-        if is_wait or is_away or before.busy is None or after.busy is None or before.busy.thread != after.busy.thread:
+        is_elsewhere = after.what is What.RETURN or (after.what is What.RESUME and after.lane is Lane.WAIT)
+        if is_elsewhere or before.busy is None or after.busy is None or before.busy.thread != after.busy.thread:
             continue
         blocked_ms = (after.point - before.point - (after.busy.seconds - before.busy.seconds)) * 1e3
         if blocked_ms > _BLOCKED_MS:

@@ -62,7 +62,7 @@ def routed(share, *chunk_counts):
 
 
 def test_kept_profile_predicts_with_the_rows_of_the_run(make, monkeypatch, tmp_path):
-    """Both ranks got the same rows when it was kept; the run measures those of its present plan, which has 4 chunks."""
+    """The kept profile has even rows. The run measures uneven rows, of its present plan of four chunks."""
     monkeypatch.setattr(Run, "result", routed(0.5, 1, 2, 4))
     profiled(make(cache_dir=tmp_path))
     now = with_step(routed(0.75, 4))

@@ -16,7 +16,7 @@ from tests.ranks.pretrain_worker import recording
 
 
 def pretrain_gpt(datasets: Any, forward_step: Any) -> None:
-    """What the script does between its imports and its end, with the arguments in ``sys.argv``."""
+    """Runs Megatron's entry script with the arguments in ``sys.argv``."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args

@@ -1,4 +1,4 @@
-"""What a model is built from, and how its process groups end."""
+"""The arguments of a model for inference, and the end of its process groups."""
 
 import argparse
 from contextlib import suppress

@@ -85,10 +85,12 @@ def test_short_time_at_a_hand_over_belongs_to_the_op_before():
     assert as_rows(log) == [*expected, ("m", "wait", 5.02, 6.0), ("b", "compute", 6.0, 7.0)]
 
 
-def test_short_time_at_a_hand_over_belongs_to_the_dw_behind():
+def test_weight_gradient_after_a_hand_over_has_one_span():
+    """A profile takes each span of a weight gradient for a whole one."""
     log = [Entry(END, "a", 1.0), Entry(LEAVE, "", 1.01), Entry(RETURN, "", 5.0)]
-    log += [Entry(CUT, "w", 5.01), Entry(RESUME, "w", 6.0)]
-    assert as_rows(log) == [("a", "compute", 0.0, 1.0), ("w", "compute", 1.0, 1.01), ("w", "compute", 5.0, 6.0)]
+    log += [Entry(CUT, "w", 5.01), Entry(RESUME, "w", 6.0), Entry(END, "b", 7.0)]
+    of_b = [("b", "compute", 1.0, 1.01), ("b", "compute", 5.0, 5.01), ("b", "compute", 6.0, 7.0)]
+    assert as_rows(log) == [("a", "compute", 0.0, 1.0), *of_b[:2], ("w", "compute", 5.01, 6.0), of_b[2]]
 
 
 @dataclass
