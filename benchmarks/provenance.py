@@ -47,7 +47,7 @@ def mark(path: Path, is_disturbed: bool = False) -> str:
 
     Args:
         path: the result's JSON file.
-        is_disturbed: something else used the processor. A changed machine speed is detected from the file.
+        is_disturbed: other work took the processor or memory. A changed machine speed is detected from the file.
     """
     entry = marked().get(path.stem)
     found = f" ({entry['mark']})" if entry else ""

@@ -131,7 +131,7 @@ def disturbance_text(case: Mapping[str, Any]) -> str | None:
     """The sentence that marks a case which something disturbed; None for others."""
     if not case.get("disturbance", {}).get("is_disturbed"):
         return None
-    return "DISTURBED: something else used the processor; quote these figures only with this mark."
+    return "DISTURBED: other work took the processor or memory; quote these figures only with this mark."
 
 
 _WHOLE = "whole_tuning_ms"

@@ -94,4 +94,4 @@ def disturbed_sweeps(case: Mapping[str, Any]) -> list[int]:
 def disturbance_warning(sweeps: Sequence[int]) -> str:
     """The sentence that marks figures of disturbed sweeps."""
     which = ", ".join(map(str, sweeps))
-    return f"DISTURBED: something else used the processor during sweep {which}; quote these figures only with this mark"
+    return f"DISTURBED: other work took the processor or memory during sweep {which}; quote these figures only with this mark"

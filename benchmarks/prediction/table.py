@@ -41,7 +41,7 @@ def _cells(one: Comparison) -> list[str]:
 def _description(case: CaseErrors) -> str:
     share = "" if case.measured_share is None else f", k1 exposes {case.measured_share:.1%} of its step"
     disturbed = (
-        " DISTURBED: something else used the processor; quote these figures only with this mark."
+        " DISTURBED: other work took the processor or memory; quote these figures only with this mark."
         if case.is_disturbed
         else ""
     )

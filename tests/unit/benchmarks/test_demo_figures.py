@@ -23,7 +23,7 @@ from benchmarks.demo.picture import draw
 from benchmarks.demo.rank import core_attention
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step
 from benchmarks.demo.training import common_attention, turns, unmeasured_steps
-from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
+from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_memory_stalls, parse_stat
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -324,5 +324,19 @@ def test_what_others_use_and_what_is_stolen_disturbs(own_s, stolen_s, disturbed)
     assert seen.others_share == pytest.approx(max(0, 19.5 - own_s) / 20)
 
 
+@pytest.mark.parametrize(("share", "disturbed"), [(None, False), (0.005, False), (0.08, True)])
+def test_stalls_of_memory_disturb(share, disturbed):
+    assert Disturbance(0.0, 0.0, share).is_disturbed is disturbed
+
+
+def test_stalls_of_all_tasks_are_read():
+    pressure = "some avg10=9.0 avg60=9.0 avg300=9.0 total=99000000\nfull avg10=2.1 avg60=0.0 avg300=0.0 total=2500000"
+        "some avg10=9.00 avg60=9.00 avg300=9.00 total=99000000\nfull avg10=2.1 avg60=0.0 avg300=0.0 total=2500000"
+    )
+    assert parse_memory_stalls(pressure) == 2.5
+
+
 def test_a_disturbance_says_which():
-    assert str(Disturbance(0.02, 0.001)) == "2.0% of CPU time stolen by the hypervisor, 0.1% used by others"
+    cpu = "2.0% of CPU time stolen by the hypervisor, 0.1% used by others"
+    assert str(Disturbance(0.02, 0.001)) == cpu
+    assert str(Disturbance(0.02, 0.001, 0.08)) == f"{cpu}, all tasks waited for memory in 8.0% of the time"

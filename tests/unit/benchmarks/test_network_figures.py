@@ -322,7 +322,7 @@ def test_a_disturbed_sweep_is_marked_everywhere():
     summary = summarise(result)
     assert summary.disturbed == [2]
     for text in (as_text([summary]), as_markdown([summary])):
-        assert "DISTURBED: something else used the processor during sweep 2" in text
+        assert "DISTURBED: other work took the processor or memory during sweep 2" in text
 
 
 def test_the_markdown_table_is_one():

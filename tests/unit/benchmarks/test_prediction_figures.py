@@ -106,7 +106,7 @@ def test_tables_have_every_configuration_and_disturbances():
     result["disturbance"] = {"is_disturbed": True}
     case = compare(result)
     for text in (as_text([case]), as_markdown([case])):
-        assert "DISTURBED: something else used the processor" in text
+        assert "DISTURBED: other work took the processor or memory" in text
         assert "+10.0%" in text
         assert "-37.5 !" in text
 
