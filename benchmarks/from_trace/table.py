@@ -39,8 +39,6 @@ def _pairs(pairs: Sequence[Pair]) -> list[list[str]]:
 
 def _description(case: CaseSummary) -> str:
     disturbed = " DISTURBED: other work took the processor or memory; quote these figures only with this mark."
-        " DISTURBED: other work took the processor or memory; quote these figures only with this mark."
-    )
     near = sum(pair.is_equal for pair in case.whole)
     return (
         f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s, {case.num_repeats} repeats; stock's step {case.stock_ms:.0f} "

@@ -94,4 +94,5 @@ def disturbed_sweeps(case: Mapping[str, Any]) -> list[int]:
 def disturbance_warning(sweeps: Sequence[int]) -> str:
     """The sentence that marks figures of disturbed sweeps."""
     which = ", ".join(map(str, sweeps))
-    return f"DISTURBED: other work took the processor or memory during sweep {which}; quote these figures only with this mark"
+    cause = f"other work took the processor or memory during sweep {which}"
+    return f"DISTURBED: {cause}; quote these figures only with this mark"

@@ -331,8 +331,6 @@ def test_stalls_of_memory_disturb(share, disturbed):
 
 def test_stalls_of_all_tasks_are_read():
     pressure = "some avg10=9.0 avg60=9.0 avg300=9.0 total=99000000\nfull avg10=2.1 avg60=0.0 avg300=0.0 total=2500000"
-        "some avg10=9.00 avg60=9.00 avg300=9.00 total=99000000\nfull avg10=2.1 avg60=0.0 avg300=0.0 total=2500000"
-    )
     assert parse_memory_stalls(pressure) == 2.5
 
 
