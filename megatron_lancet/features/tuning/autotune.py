@@ -244,9 +244,8 @@ class AutoTune(Steering):
         controller = self._controller
         if controller.state is TuningState.PROFILE:
             self._maker.begin(again=controller.settled)
-            first = self._maker.next_plan()
-            assert first is not None
-            self._switch(first)
+            has_begun = self._switch_for_profile(self._maker.next_plan())
+            assert has_begun
         elif plan is not None:
             while (reason := self._failure(plan)) is not None:
                 plan = controller.plan_failed(reason)

@@ -16,7 +16,7 @@ from megatron_lancet.features.tuning.controller import Planned, PlanningFailed
 from megatron_lancet.features.tuning.flags import TuningFlags
 from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.features.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
-from megatron_lancet.features.tuning.race import Candidate
+from megatron_lancet.features.tuning.race import Candidate, with_kernel
 from megatron_lancet.features.tuning.reductions import reduction_of
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.files.records import to_plain
@@ -79,10 +79,10 @@ class ProfilingPlanMaker:
         self._device = device
         self._note = note
         self._limits = planning_limits(args, config)
-        self._plans = plans_within(args, config, self._limits)
+        no_overlap = Candidate(with_kernel(plan_without_overlap()), "no overlap, fused attention")
+        self._kernel = no_overlap if may_use_sdpa(args, config) else None
+        self._plans = list(map(self._with_kernel, plans_within(args, config, self._limits)))
         self._cache_dir = config.of(TuningFlags).cache_dir
-        with_kernel = Candidate(replace(plan_without_overlap(), fused_attention=True), "no overlap, fused attention")
-        self._kernel = with_kernel if may_use_sdpa(args, config) else None
         self._key: ProfileKey | None = None
         self._steps: ProfileSteps | None = None
         self._plan_before = setup.plan
@@ -122,7 +122,7 @@ class ProfilingPlanMaker:
     def _begin(self) -> None:
         self._found, self._num_micro_batches = None, self.num_micro_batches()
         if self._refreshes:
-            plans = [self._plan_before.in_middle]
+            plans = [self._with_kernel(self._plan_before.in_middle)]
             self._steps = ProfileSteps(ProfileRun(self._model(), plans, _NUM_REFRESH_STEPS))
         else:
             self._begin_whole()
@@ -153,8 +153,21 @@ class ProfilingPlanMaker:
     def drop(self, reason: str) -> None:
         """Leaves the next plan out of the profile, because some rank's model can't run it."""
         assert self._steps is not None
-        self._note(f"{self._steps.next_plan} is not profiled: {reason}")
-        self._steps.drop()
+        plan = self._steps.next_plan
+        assert plan is not None
+        self._note(f"{plan} is not profiled: {reason}")
+        if plan.fused_attention and self._steps.num_done == 0:
+            self._drop_kernel()
+        else:
+            self._steps.drop()
+
+    def _drop_kernel(self) -> None:
+        """Starts the profile again without the fused attention kernel, because the model can't have it."""
+        assert self._key is not None
+        self._kernel, self._looked_up = None, False
+        self._plans = [replace(plan, fused_attention=False) for plan in self._plans]
+        self._key = replace(self._key, plans=cache.names_of(self._plans))
+        self.begin(again=False)
 
     def make(self) -> Planned:
         """Makes the plan on rank 0, and broadcasts it.
@@ -169,6 +182,14 @@ class ProfilingPlanMaker:
         if isinstance(answer, str):
             raise PlanningFailed(answer)
         return answer
+
+    def _with_kernel(self, plan: Plan) -> Plan:
+        """The plan with the fused attention kernel, if the run may have that.
+
+        Chunks along the sequence have it in any case. Other plans have it too, so that the race compares orders of ops
+        and not kernels, and the profile has the kernel's times.
+        """
+        return plan if self._kernel is None else with_kernel(plan)
 
     def _model(self) -> ProfiledModel:
         return profiled_model(self._args, self._config, self._setup, self._device)
@@ -261,7 +282,10 @@ class ProfilingPlanMaker:
             bound_bytes = memory_bound_bytes(profile, [self._plan_before, *self._steps.plans], room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
-            finalists = tuple(Candidate(plan, prediction=simulator.expected_step(plan)) for plan in planned.finalists)
+            finalists = tuple(
+                Candidate(self._with_kernel(plan), prediction=simulator.expected_step(plan))
+                for plan in planned.finalists
+            )
             no_overlap = split_at_stages(plan_without_overlap(), profile.model.stage_of_layer)
             no_overlap_ms = simulator.expected_step(no_overlap).step_ms
             profiled = self._fast_profiled(planned)

@@ -82,11 +82,14 @@ class ProfileSteps:
     """Runs a :class:`ProfileRun` in the steps of a training run.
 
     Between two steps the caller switches all ranks to :attr:`next_plan`, until that is None.
+
+    Attributes:
+        num_done: steps that have run.
     """
 
     def __init__(self, run: ProfileRun) -> None:
         self._run = run
-        self._num_done = 0
+        self.num_done = 0
 
     @property
     def plans(self) -> list[Plan]:
@@ -96,13 +99,13 @@ class ProfileSteps:
     @property
     def next_plan(self) -> Plan | None:
         """The plan of the next step; None when all steps are done."""
-        return self.plans[self._num_done] if self._num_done < len(self.plans) else None
+        return self.plans[self.num_done] if self.num_done < len(self.plans) else None
 
     def run_step(self, step: Callable[[], Any]) -> Any:
         """Runs a training step under :attr:`next_plan`, measures it, and returns the step's result."""
-        with self._run.step(self._num_done):
+        with self._run.step(self.num_done):
             result = step()
-        self._num_done += 1
+        self.num_done += 1
         return result
 
     def drop(self) -> None:

@@ -92,7 +92,8 @@ class Race:
             candidates: at least one, of different plans, in the order of their turns.
             no_overlap: the one of them that runs as stock does.
             kernel: the same with another attention kernel; None if that is not among them.
-            predicted_ms: a step without overlap, as predicted; None without a prediction.
+            predicted_ms: a step without overlap, as predicted, with the kernel if there is one; None without a
+                prediction.
         """
         self._entries = {candidate.plan: _Entry(candidate) for candidate in candidates}
         self._no_overlap = self._entries[no_overlap.plan]
@@ -208,7 +209,7 @@ class Race:
                 kept = [min(kept, key=lambda entry: (*_simplicity(entry.candidate.plan), entry.stats.step_ms))]
             self._leave([entry for entry in self._queue if entry not in kept])
         if len(self._queue) == 1:
-            self._add_kernel()
+            self._add_other_kernel()
 
     def _far_slower(self, stats: Sequence[tuple[_Entry, StepStats]], best: StepStats) -> list[tuple[_Entry, StepStats]]:
         """Plans without overlap that are far slower than the fastest plan by prediction and in their first turn.
@@ -219,7 +220,7 @@ class Race:
         limit_ms = FAR_SLOWER * best.step_ms
         if self._predicted_ms is None or self._predicted_ms <= limit_ms:
             return []
-        in_turn_ms = self._no_overlap.stats.step_ms
+        in_turn_ms = (self._kernel or self._no_overlap).stats.step_ms
         if max(in_turn_ms, self._predicted_ms) > _SAME_STEP * min(in_turn_ms, self._predicted_ms):
             return []
         slower = [
@@ -230,27 +231,29 @@ class Race:
     def _leave(self, entries: Sequence[_Entry]) -> None:
         self._queue = deque(entry for entry in self._queue if entry not in entries)
 
-    def _add_kernel(self) -> None:
-        """Lets the winner run with the attention kernel too, unless that is slower without overlap.
+    def _add_other_kernel(self) -> None:
+        """Lets the winner run with the other attention kernel too, if steps without overlap speak for that kernel.
 
-        The kernel's gain is often smaller than the noise, and measuring it costs next to nothing: one plan is as fast
-        as the other.
+        The fused kernel's gain is often smaller than the noise, so it is left out only where it is slower.
         """
         kernel, winner = self._kernel, self._queue[0]
-        if kernel is None or has_kernel(winner.candidate.plan):
+        plan = winner.candidate.plan
+        is_cut = has_kernel(plan) and not plan.fused_attention
+        if kernel is None or is_cut:
             return
-        with_it = replace(winner.candidate.plan, fused_attention=True)
+        other = replace(plan, fused_attention=not plan.fused_attention)
         own, stock = self._in_same_turns(kernel)
-        if own is None or stock is None or with_it in self._entries:
+        if own is None or stock is None or other in self._entries:
             return
-        if own.step_ms > stock.step_ms + step_noise_ms(stock, own):
+        is_slower = own.step_ms > stock.step_ms + step_noise_ms(stock, own)
+        if is_slower != plan.fused_attention:
             return
-        self._entries[with_it] = _Entry(Candidate(with_it), is_late=True)
+        self._entries[other] = _Entry(Candidate(other), is_late=True)
         winner.num_turns = 0
-        self._queue.append(self._entries[with_it])
+        self._queue.append(self._entries[other])
         self._lines.append(
-            f"the attention kernel makes a step without overlap {stock.step_ms / own.step_ms:.2f}x as fast: trying it "
-            f"with {winner.candidate}"
+            f"the attention kernel makes a step without overlap {stock.step_ms / own.step_ms:.2f}x as fast: trying "
+            f"{winner.candidate} with{'out' if is_slower else ''} it"
         )
 
 
@@ -268,6 +271,11 @@ def has_kernel(plan: Plan) -> bool:
         segment.num_chunks > 1 and segment.chunk_dim is ChunkDim.SEQUENCE and segment.range.has_attention
         for segment in (*plan.segments, *plan.at_ends.segments)
     )
+
+
+def with_kernel(plan: Plan) -> Plan:
+    """The plan with that kernel in all layers."""
+    return plan if has_kernel(plan) else replace(plan, fused_attention=True)
 
 
 def _simplicity(plan: Plan) -> tuple[object, ...]:

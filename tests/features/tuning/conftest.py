@@ -30,7 +30,7 @@ def make(monkeypatch):
     monkeypatch.setattr(Run, "started", [])
     monkeypatch.setattr(Run, "result", PROFILE)
 
-    def build(limits=BATCH, cache_dir=None, attention=AttentionChoice.AUTO):
+    def build(limits=BATCH, cache_dir=None, attention=AttentionChoice.STOCK):
         monkeypatch.setattr(Run, "adds_plans", cache_dir is not None)  # as a kept profile has
         monkeypatch.setattr(plan_maker, "planning_limits", lambda args, config: limits)
         args = SimpleNamespace(

@@ -11,11 +11,12 @@ from megatron_lancet.features.tuning import plan_maker
 from megatron_lancet.features.tuning.controller import PlanningFailed
 from megatron_lancet.features.tuning.memory_bound import memory_bound_bytes
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.features.tuning.race import Candidate
+from megatron_lancet.features.tuning.race import Candidate, with_kernel
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.search.finalists import CLOSE_PART, NUM_FINALISTS, kind_of
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.profiler.cache import ProfileKey, names_of
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired, plan_without_overlap
@@ -36,10 +37,39 @@ def test_plan_maker_returns_plans_of_several_kinds(make):
     predicted_ms = [candidate.prediction.step_ms for candidate in planned.finalists]
     assert max(predicted_ms) < sum(op.ms for op in PROFILE.ops)
     assert planned.why.endswith("s from a profile of 3 steps")
-    assert str(planned.kernel) == "no overlap, fused attention"
-    assert planned.kernel.plan == replace(plan_without_overlap(), fused_attention=True)
     assert maker.made_for()["ep_size"] == "2"
     assert maker.notes == []
+
+
+def test_profile_and_race_have_the_attention_kernel(make, monkeypatch):
+    """With two kernels in one race, a plan of chunks along the sequence would win by its kernel alone."""
+    fastest = with_kernel(fixed_plan(2))
+    monkeypatch.setattr(Run, "result", replace(PROFILE, measured_steps_ms={str(fastest): 1.0}))
+    maker = make(replace(BATCH, chunk_dims=tuple(ChunkDim)), attention=AttentionChoice.AUTO)
+    planned, _ = profiled(maker)
+    assert str(planned.kernel) == "no overlap, fused attention"
+    assert planned.kernel.plan == replace(plan_without_overlap(), fused_attention=True)
+    along_sequence = [fixed_plan(k, chunk_dim=ChunkDim.SEQUENCE) for k in (2, 4)]
+    assert Run.started[-1][0] == [*(with_kernel(fixed_plan(k)) for k in (1, 2, 4)), *along_sequence]
+    raced = [candidate.plan for candidate in (*planned.finalists, *planned.others)]
+    assert raced == list(map(with_kernel, raced))
+    profiled(maker, again=True)
+    assert Run.started[-1][0] == [with_kernel(PRESENT)]
+
+
+def test_model_without_the_kernel_is_profiled_without_it(make):
+    maker = make(attention=AttentionChoice.AUTO)
+    maker.begin(again=False)
+    maker.drop("the model lacks it")
+    assert maker.next_plan() == fixed_plan(1)
+    while maker.next_plan() is not None:
+        maker.run_step(lambda: None)
+    planned = maker.make()
+    assert planned.kernel is None
+    assert not any(candidate.plan.fused_attention for candidate in planned.finalists)
+    assert maker.notes == [f"{with_kernel(fixed_plan(1))} is not profiled: the model lacks it"]
+    key = replace(ProfileKey.of(PROFILE), plans=names_of(fixed_plan(k) for k in (1, 2, 4)))
+    assert maker._key == key, "a later run finds the profile"
 
 
 def test_plan_maker_plans_for_pipeline_stages(make, monkeypatch):

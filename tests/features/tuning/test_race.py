@@ -27,6 +27,7 @@ from megatron_lancet.training.observe.step_stats import StepTimes, steps_of_run
 
 BASE = NO_OVERLAP.plan
 TWO, FOUR, PAIRS = fixed_plan(2), fixed_plan(4), paired(fixed_plan(1, DwPolicy.NONE))
+FUSED_PAIRS = replace(PAIRS, fused_attention=True)
 KERNEL = Candidate(replace(BASE, fused_attention=True), "no overlap, fused attention")
 NUM = 3
 type StepMs = float | Callable[[], float]
@@ -214,18 +215,28 @@ def test_attention_kernel_can_win_alone():
 
 
 def test_winner_gets_an_attention_kernel_that_pays():
-    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    race, with_it = race_of(PAIRS, kernel=True), FUSED_PAIRS
     step_ms = {BASE: 200, KERNEL.plan: 180, PAIRS: 150, with_it: 135}
     first_turns = [BASE, KERNEL.plan, PAIRS, PAIRS, KERNEL.plan, BASE]
     assert run(race, step_ms) == [*first_turns, with_it, PAIRS, PAIRS, with_it]
     assert race.winner.plan == with_it
     assert race.taken_lines()[1] == (
-        f"the attention kernel makes a step without overlap 1.11x as fast: trying it with {PAIRS}"
+        f"the attention kernel makes a step without overlap 1.11x as fast: trying {PAIRS} with it"
     )
 
 
+@pytest.mark.parametrize(("kernel_ms", "wins"), [(220, PAIRS), (180, FUSED_PAIRS), (200, FUSED_PAIRS)])
+def test_winner_gives_up_an_attention_kernel_that_is_slower(kernel_ms, wins):
+    race = race_of(FUSED_PAIRS, kernel=True)
+    ran = run(race, {BASE: 200, KERNEL.plan: kernel_ms, FUSED_PAIRS: 150, PAIRS: 135})
+    assert race.winner.plan == wins
+    assert (PAIRS in ran) is (wins == PAIRS)
+    line = f"the attention kernel makes a step without overlap 0.91x as fast: trying {FUSED_PAIRS} without it"
+    assert (line in race.taken_lines()) is (wins == PAIRS)
+
+
 def test_kernel_that_does_not_pay_with_the_winner_is_left_out():
-    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    race, with_it = race_of(PAIRS, kernel=True), FUSED_PAIRS
     run(race, {BASE: 200, KERNEL.plan: 180, PAIRS: 150, with_it: 160})
     assert race.winner.plan == PAIRS
 
@@ -238,7 +249,7 @@ def test_kernel_that_is_slower_is_tried_with_nothing():
 
 @pytest.mark.parametrize(("with_it_ms", "wins"), [(149.5, True), (150.5, False)])
 def test_kernel_decides_by_its_mean_where_the_noise_hides_it(with_it_ms, wins):
-    race, with_it = race_of(PAIRS, kernel=True), replace(PAIRS, fused_attention=True)
+    race, with_it = race_of(PAIRS, kernel=True), FUSED_PAIRS
     run(race, {BASE: 200, KERNEL.plan: 199.5, PAIRS: 150, with_it: with_it_ms})
     assert (race.winner.plan == with_it) is wins
 

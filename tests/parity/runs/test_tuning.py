@@ -68,7 +68,7 @@ def test_tuning_writes_files_and_saves_the_plan(stock, token_data, tmp_path):
     assert len(run.losses) == NUM_ITERS
     assert_equal(run, stock)
     said = lines_of(run)
-    assert any("weight gradients deferred by up to two all-to-alls: " in line for line in said), said
+    assert any("weight gradients deferred by up to two all-to-alls, fused attention: " in line for line in said), said
     # A noisy profile can make the plan without overlap a finalist. Its text then has a prediction too.
     racers = r"measuring \d plans in turns: (?=.*, predicted )no overlap[^;]*; no overlap, fused attention\b.*"
     expected = re.compile(rf"{racers}\(best of \d+, planned in .* from a profile of \d+ steps")
