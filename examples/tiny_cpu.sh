@@ -4,6 +4,7 @@
 set -eu
 export NNODES="${NNODES:-1}" GPUS_PER_NODE="${GPUS_PER_NODE:-2}" LAYERS="${LAYERS:-local}"
 export DATA_PATH=mock VOCAB_SIZE=1000
+export CUDA_VISIBLE_DEVICES=  # else ranks take GPUs, and one GPU is too few for both
 
 set -- --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "$@"

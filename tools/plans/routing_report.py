@@ -2,7 +2,7 @@
 
   lancet plan routing --load runs/demo/checkpoints --data my.jsonl
   torchrun --nproc-per-node 2 -m megatron_lancet plan routing --load ... --data ... --expert-load load.json
-  lancet plan routing --loads monday.json tuesday.json wednesday.json
+  lancet plan routing --loads monday.json tuesday.json wednesday.json --top 16
 
 Each batch of the text is a window. Per layer: rows of the most popular expert over the mean, over all windows and in a
 window (median); the share of the rows that the most popular experts get; the share of rows that go to another expert
