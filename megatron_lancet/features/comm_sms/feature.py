@@ -22,6 +22,7 @@ from megatron_lancet.features.comm_sms.margins import (
     NCCL_LEAST,
     NCCL_MOST,
     TE_VARIABLES,
+    asks_for_more,
     given_elsewhere,
     has_carveout,
     norms_leave,
@@ -54,8 +55,8 @@ class CommSmsFlags(CheckedFlags):
         "--nccl-communicator-config-path instead.",
         help="streaming multiprocessors (SMs) that an all-to-all of expert parallelism may take, at most, and that "
         "concurrent matrix products and norms leave free; a power of two. Default with a plan on Hopper and Blackwell: "
-        "16 for messages, and none are left free; elsewhere, or with NCCL_MAX_CTAS, NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS, "
-        "NCCL_MIN_P2P_NCHANNELS or a margin of Transformer Engine, NCCL chooses.",
+        "16 for messages, and none are left free; elsewhere, or with NCCL_MAX_CTAS, a margin of Transformer Engine, or "
+        "more than 16 in NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS or NCCL_MIN_P2P_NCHANNELS, NCCL chooses.",
     )
 
 
@@ -88,6 +89,9 @@ class BoundedSms(Feature):
             default = f"the default here{unless}; {FLAG} changes it, and makes matrix products leave as many free"
             rest = f", {leave}" if self.needs_plan(facts.config) else f" ({default})"
             yield f"environment: an all-to-all takes at most {num_sms} SMs{rest}"
+        elif facts.plan is not None and _has_default(facts.device):
+            found = given_elsewhere(DEFAULT)
+            yield f"environment: {found}, so all-to-alls do not get the default bound here, {DEFAULT} SMs ({FLAG})"
 
     def enter(self, facts: RunFacts, stack: ExitStack) -> None:
         """Bounds the groups that Megatron makes, and norms beside their messages."""
@@ -128,9 +132,14 @@ def default_sms(device: torch.device | None) -> int | None:
     Args:
         device: None where it is not known.
     """
-    if device is None or device.type != "cuda" or given_elsewhere() is not None or next(_obstacles_of_torch(), None):
-        return None
-    return DEFAULT if torch.cuda.get_device_capability(device)[0] in _DEFAULT_ON else None
+    return DEFAULT if _has_default(device) and given_elsewhere(DEFAULT) is None else None
+
+
+def _has_default(device: torch.device | None) -> bool:
+    """Whether messages on a device are bounded where nobody asks for something else."""
+    if device is None or device.type != "cuda" or next(_obstacles_of_torch(), None):
+        return False
+    return torch.cuda.get_device_capability(device)[0] in _DEFAULT_ON
 
 
 def check_comm_sms(
@@ -192,9 +201,8 @@ def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
         if margin not in (None, "", str(num_sms)):
             yield f"{name} is {margin}, and the flag sets it to {num_sms}. Unset one of the two."
     for name in NCCL_LEAST:
-        least = os.environ.get(name, "")
-        if least.isdigit() and int(least) > num_sms:
-            yield f"{name} is {least}, so NCCL takes at least as many. Unset one of the two."
+        if asks_for_more(name, num_sms):
+            yield f"{name} is {os.environ[name]}, which asks for more. Unset one of the two."
 
 
 def _obstacles_of_torch() -> Iterator[str]:

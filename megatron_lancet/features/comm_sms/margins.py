@@ -18,7 +18,7 @@ _OF_NORMS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 TE_VARIABLES = (_OF_PRODUCTS, *_OF_NORMS)
 NCCL_MOST = "NCCL_MAX_CTAS"
 NCCL_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
-"""Variables that set a least number of SMs in NCCL, whatever a communicator's bound is."""
+"""Variables that ask NCCL for a least number of SMs. The last two go before a communicator's bound that is lower."""
 _SETTER = "_set_sm_carveout_experimental"
 
 
@@ -27,9 +27,20 @@ def has_carveout() -> bool:
     return hasattr(torch._C, _SETTER)
 
 
-def given_elsewhere() -> str | None:
-    """The first environment variable that already sets SMs of messages or of compute; None if none does."""
-    return next((name for name in (NCCL_MOST, *NCCL_LEAST, *TE_VARIABLES) if os.environ.get(name)), None)
+def given_elsewhere(num_sms: int) -> str | None:
+    """The first environment variable that asks for something else than messages of ``num_sms`` SMs, with its value.
+
+    A least number that is not above ``num_sms`` goes with it: NCCL keeps both.
+    """
+    names = [name for name in (NCCL_MOST, *TE_VARIABLES) if os.environ.get(name)]
+    names += [name for name in NCCL_LEAST if asks_for_more(name, num_sms)]
+    return f"{names[0]} is {os.environ[names[0]]}" if names else None
+
+
+def asks_for_more(name: str, num_sms: int) -> bool:
+    """Whether the environment variable with a least number of SMs asks for more than ``num_sms``."""
+    least = os.environ.get(name, "")
+    return least.isdigit() and int(least) > num_sms
 
 
 @contextmanager

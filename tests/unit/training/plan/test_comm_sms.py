@@ -221,6 +221,7 @@ def test_default_is_for_hopper_and_blackwell(monkeypatch, major, expected):
     config = config_with(CommSmsFlags())
     assert COMM_SMS.message_sms(config, GPU) == expected
     assert COMM_SMS.message_sms(config, torch.device("cpu")) is None
+    assert COMM_SMS.message_sms(config) is None  # profiles with and without it share a key: products have all SMs
     assert in_a_step(facts_with(config)) is None  # products have all SMs
     with ExitStack() as stack:
         COMM_SMS.enter(facts_with(config), stack)
@@ -246,6 +247,18 @@ def test_default_gives_way_to_users_communicator_config(given):
 def test_default_gives_way_to_the_users_environment(monkeypatch, name):
     monkeypatch.setenv(name, "24")
     assert COMM_SMS.message_sms(config_with(CommSmsFlags()), GPU) is None
+    (line,) = COMM_SMS.announce(facts_with(config_with(CommSmsFlags())))
+    assert line == (
+        f"environment: {name} is 24, so all-to-alls do not get the default bound here, 16 SMs (--lancet-comm-sms)"
+    )
+
+
+@pytest.mark.parametrize("name", NCCL_LEAST)
+@pytest.mark.parametrize("least", ["4", "16", "-1"])
+def test_default_stays_with_a_least_number_that_it_allows(monkeypatch, name, least):
+    monkeypatch.setenv(name, least)
+    (line,) = COMM_SMS.announce(facts_with(config_with(CommSmsFlags())))
+    assert line.startswith("environment: an all-to-all takes at most 16 SMs")
 
 
 def test_stock_modules_have_no_default():
