@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 type Batch = dict[str, torch.Tensor]
-"""tokens, labels, position_ids [1, S] int64, loss_mask [1, S] float32, cu_seqlens [1, n] and max_seqlen [1] int32."""
+"""tokens, labels, position_ids [1, S] int64, loss_mask [1, S] float32, cu_seqlens [1, n] and max_seqlen [1] int32,
+has_fill [1] bool: whether the last document only fills the bin up."""
 
 
 class Document(NamedTuple):
@@ -52,4 +53,5 @@ def packed(documents: Sequence[Document], multiple: int, at_least: int) -> Batch
         "position_ids": joined(map(torch.arange, in_use)),
         "cu_seqlens": torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)[None],
         "max_seqlen": torch.tensor([max(sizes)], dtype=torch.int32),
+        "has_fill": torch.tensor([num_fill > 0]),
     }

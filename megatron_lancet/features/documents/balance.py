@@ -107,4 +107,5 @@ def balancing_loss(
     parts = documents.once(key, lambda: DocumentParts.of(documents, ranges, scores_TE.device))
     num_chosen = reduce_from_tensor_model_parallel_region(parts.sums(map_TE.to(scores_TE.dtype), num_samples), group)
     of_documents = (num_chosen * parts.sums(scores_TE, num_samples)).sum(dim=1) / parts.document_lengths**2
-    return of_documents.mean() * (num_experts * coeff / topk)
+    of_sequences = of_documents[:-1] if documents.has_fill else of_documents
+    return of_sequences.mean() * (num_experts * coeff / topk)

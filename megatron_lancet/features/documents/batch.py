@@ -16,6 +16,17 @@ DTYPES = {"tokens": torch.int64, "position_ids": torch.int64, "labels": torch.in
 """The tensors [B, S] of a batch, in the order in which they are sent."""
 
 
+@dataclass
+class DocumentParams(PackedSeqParams):
+    """Megatron's bounds of documents.
+
+    Attributes:
+        has_fill: whether the last document only fills the sample up: it is no sequence of the balancing loss.
+    """
+
+    has_fill: bool = False
+
+
 @dataclass(frozen=True)
 class DocumentBatch:
     """A micro-batch of documents. Every sample is full: its documents follow each other without a gap.
@@ -28,6 +39,7 @@ class DocumentBatch:
         num_samples: B.
         num_positions: S, in all ranks of a context-parallel group together.
         longest: positions of the longest document.
+        has_fill: see :class:`DocumentParams`.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -35,6 +47,7 @@ class DocumentBatch:
     num_samples: int
     num_positions: int
     longest: int
+    has_fill: bool = False
 
     @classmethod
     def read(cls, sample: Mapping[str, Any], names: Collection[str]) -> "DocumentBatch":
@@ -42,7 +55,7 @@ class DocumentBatch:
 
         Args:
             sample: tokens, labels, loss_mask and position_ids [B, S]; cu_seqlens [B, n] int32, each row from 0 to S.
-                Megatron's datasets fill rows up with S, so that all have one length.
+                Megatron's datasets fill rows up with S, so that all have one length. May have has_fill [1].
             names: the tensors [B, S] that the pipeline stage reads.
 
         Raises:
@@ -63,7 +76,8 @@ class DocumentBatch:
         starts = num_positions * torch.arange(num_samples, dtype=torch.int32)
         end_to_end = torch.unique_consecutive((bounds.int() + starts[:, None]).flatten())
         tensors = {name: sample[name].to(dtype).contiguous() for name, dtype in DTYPES.items() if name in names}
-        return cls(tensors, end_to_end, num_samples, num_positions, int(end_to_end.diff().max()))
+        has_fill = bool(sample.get("has_fill", False))
+        return cls(tensors, end_to_end, num_samples, num_positions, int(end_to_end.diff().max()), has_fill)
 
     @property
     def on_device(self) -> "DocumentBatch":
@@ -79,7 +93,7 @@ class DocumentBatch:
         """The samples laid end to end, [1, B * s] each: what Megatron's own layers take."""
         return self.map(lambda tensor: tensor.reshape(1, -1))
 
-    def packed_seq_params(self, on_host: bool, by_document: bool) -> PackedSeqParams:
+    def packed_seq_params(self, on_host: bool, by_document: bool) -> DocumentParams:
         """The bounds of documents as Megatron's models take them.
 
         Args:
@@ -88,13 +102,14 @@ class DocumentBatch:
                 as Megatron has it.
         """
         bounds = self.bounds if on_host else _to_device(self.bounds)
-        return PackedSeqParams(
+        return DocumentParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
             max_seqlen_q=self.longest,
             max_seqlen_kv=self.longest,
             tokens_per_sample=None if by_document else self.num_positions,
+            has_fill=self.has_fill,
         )
 
 

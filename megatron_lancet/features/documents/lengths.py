@@ -60,11 +60,13 @@ class Documents:
         lengths: per sample the lengths of its documents, in order; S in sum.
         are_sequences: whether the balancing loss of sequences takes each document for one, not each sample.
         cost: what positions cost, by which sequences are cut into chunks; None for chunks of equal sizes.
+        has_fill: whether the last document of the last sample only fills it up: the balancing loss leaves it out.
     """
 
     lengths: tuple[tuple[int, ...], ...]
     are_sequences: bool = False
     cost: DocumentCost | None = None
+    has_fill: bool = False
     _made: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -86,7 +88,8 @@ class Documents:
 
     def of_samples(self, first: int, number: int) -> "Documents":
         """The documents of ``number`` samples from sample ``first`` on."""
-        return Documents(self.lengths[first : first + number], self.are_sequences, self.cost)
+        own = self.lengths[first : first + number]
+        return Documents(own, self.are_sequences, self.cost, self.has_fill and first + number == len(self.lengths))
 
     def chunk_sizes(self, segment: Segment) -> list[int] | None:
         """Sizes of the chunks of a sequence, of near equal cost; None for chunks of equal sizes."""

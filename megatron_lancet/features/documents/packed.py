@@ -61,7 +61,8 @@ class PackedMicroBatch:
                 "the overlapping layers got the samples of a packed micro-batch end to end, [B * S, 1, H], "
                 "cut over the ranks of --sequence-parallel or --context-parallel-size. Pass tokens as [B, S]."
             )
-        documents = Documents(lengths_of(params.cu_seqlens_q.tolist(), length, num_tokens), own_length is None, cost)
+        lengths = lengths_of(params.cu_seqlens_q.tolist(), length, num_tokens)
+        documents = Documents(lengths, own_length is None, cost, getattr(params, "has_fill", False))
         positions = documents.positions()
         if config.context_parallel_size > 1:
             positions = torch.cat([positions[slice(*own)] for own in own_positions(length, config)])

@@ -23,7 +23,7 @@ from megatron_lancet.training.megatron.gpt_data import predicts_further
 
 _INPUTS = ("tokens", "position_ids")
 _TARGETS = ("labels", "loss_mask")
-_NUM_SIZES = 4
+_NUM_SIZES = 5
 
 
 def read_documents(
@@ -94,7 +94,7 @@ def _broadcast(batch: DocumentBatch | None, names: tuple[str, ...], group: dist.
     """Sends a batch from the first rank of ``group``; the others have None."""
     device, source = torch.cuda.current_device(), parallel_state.get_tensor_model_parallel_src_rank()
     if batch is not None:
-        sizes = [batch.num_samples, batch.num_positions, batch.longest, batch.bounds.numel()]
+        sizes = [batch.num_samples, batch.num_positions, batch.longest, batch.bounds.numel(), batch.has_fill]
         for sent in (torch.tensor(sizes, device=device), batch.bounds.to(device), *batch.tensors.values()):
             dist.broadcast(sent, source, group)
         return batch
@@ -104,11 +104,11 @@ def _broadcast(batch: DocumentBatch | None, names: tuple[str, ...], group: dist.
         dist.broadcast(tensor, source, group)
         return tensor
 
-    num_samples, num_positions, longest, num_bounds = received((_NUM_SIZES,), torch.int64).tolist()
+    num_samples, num_positions, longest, num_bounds, has_fill = received((_NUM_SIZES,), torch.int64).tolist()
     bounds = received((num_bounds,), torch.int32).cpu()
     shape = num_samples, num_positions
     tensors = {name: received(shape, dtype) for name, dtype in DTYPES.items() if name in names}
-    return DocumentBatch(tensors, bounds, num_samples, num_positions, longest)
+    return DocumentBatch(tensors, bounds, num_samples, num_positions, longest, bool(has_fill))
 
 
 def check_shares(num_positions: int, context_size: int, sequence_size: int) -> None:

@@ -28,16 +28,17 @@ STAGES: dict[str, list[list[tuple[str, ...]]]] = {
 }
 """By layout and rank: what each stage of the rank reads next to the bounds."""
 END_TO_END = ([0, 3, 8, 16], [0, 1, 2, 12], [0, 4])
-SIZES = ([8, 8, 2], [10, 12, 1], [4, 4, 1])
-"""Of each micro-batch: longest document, positions of a sample, samples."""
+SIZES = ([8, 8, 2, False], [10, 12, 1, True], [4, 4, 1, False])
+"""Of each micro-batch: longest document, positions of a sample, samples, whether a document fills the last one up."""
 
 
 def samples() -> Iterator[dict[str, torch.Tensor]]:
     """Batches whose numbers tell which tensor, sample and position they are of."""
-    for rows in BOUNDS:
+    for rows, sizes in zip(BOUNDS, SIZES, strict=True):
         number = torch.arange(len(rows))[:, None] * 100 + torch.arange(rows[0][-1])
         tensors = {key: number + 1000 * at for at, key in enumerate(_KEYS)}
-        yield {**tensors, "loss_mask": number % 5, "cu_seqlens": torch.tensor(rows, dtype=torch.int32)}
+        fill = {"has_fill": torch.tensor([True])} if sizes[-1] else {}
+        yield {**tensors, "loss_mask": number % 5, "cu_seqlens": torch.tensor(rows, dtype=torch.int32), **fill}
 
 
 def shares(vp_stage: int | None) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def shares(vp_stage: int | None) -> list[dict[str, Any]]:
         batch = next_documents(iterator, tensors_of_stage(vp_stage, predicts_further=False), sequence_parallel=False)
         tensors = {name: tensor.tolist() for name, tensor in batch.tensors.items()}
         packed = batch.packed_seq_params(on_host=True, by_document=False)
-        sizes = [packed.max_seqlen_q, packed.tokens_per_sample, batch.num_samples]
+        sizes = [packed.max_seqlen_q, packed.tokens_per_sample, batch.num_samples, packed.has_fill]
         found.append({**tensors, "bounds": packed.cu_seqlens_q.tolist(), "sizes": sizes})
     return found
 

@@ -54,27 +54,31 @@ def auxiliary_loss(one_rank):
     destroy_moe_metrics_tracker()
 
 
-def of_stock(gradients):
-    """Mean over documents of the gradients that stock has for a document as the only sample, and of its losses."""
+def of_stock(gradients, has_fill):
+    """Mean over documents of the gradients that stock has for a document as the only sample, and of its losses.
+
+    Args:
+        has_fill: whether the last document does not count.
+    """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     whole, found = hidden_states(), []
-    for sample, lengths in enumerate(SAMPLES):
-        for document in whole[:, sample].split(list(lengths)):
-            module = router(False)
-            found.append(gradients(module, whole, module(document.unsqueeze(1))[0]))
+    documents = [part for sample, own in enumerate(SAMPLES) for part in whole[:, sample].split(list(own))]
+    for document in documents[:-1] if has_fill else documents:
+        module = router(False)
+        found.append(gradients(module, whole, module(document.unsqueeze(1))[0]))
     losses = get_moe_metrics_tracker().metrics["seq_load_balancing_loss"].values.sum() / len(found)
     return [sum(parts) / len(found) for parts in zip(*found, strict=True)], losses.item()
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_loss_is_the_mean_over_documents_of_stocks_loss(auxiliary_loss, num_chunks):
+@pytest.mark.parametrize(("num_chunks", "has_fill"), [(1, False), (2, False), (2, True)])
+def test_loss_is_the_mean_over_documents_of_stocks_loss(auxiliary_loss, num_chunks, has_fill):
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
-    expected, logged = of_stock(auxiliary_loss)
+    expected, logged = of_stock(auxiliary_loss, has_fill)
     destroy_moe_metrics_tracker()
     module, hidden = router(True), hidden_states()
-    module.begin_micro_batch(Documents(SAMPLES, are_sequences=True))
+    module.begin_micro_batch(Documents(SAMPLES, are_sequences=True, has_fill=has_fill))
     chunks = hidden.split(chunk_sizes(16, num_chunks))
     probs = [module(part, chunk=Chunk(index, num_chunks, dim=0))[0] for index, part in enumerate(chunks)]
     found = auxiliary_loss(module, hidden, torch.cat(probs))

@@ -1,6 +1,7 @@
 """Micro-batches of documents on one rank: where documents begin, and what is refused."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ from megatron.core.utils import flatten_batch_for_packed_sequences
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.features.documents.batch import DTYPES, DocumentBatch
+from megatron_lancet.features.documents.packed import PackedMicroBatch
 from megatron_lancet.features.documents.sharing import check_shares
+
+ONE_RANK = SimpleNamespace(context_parallel_size=1, sequence_parallel=False)
 
 
 def sample_of(rows: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -60,6 +64,14 @@ def test_sequences_of_balancing_losses_are_samples_or_documents():
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 10
     assert packed.tokens_per_sample == 10
     assert batch.packed_seq_params(on_host=True, by_document=True).tokens_per_sample is None
+
+
+@pytest.mark.parametrize("has_fill", [False, True])
+def test_balancing_loss_knows_the_document_that_fills_a_sample(has_fill):
+    sample = {**sample_of([[0, 3, 4]]), **({"has_fill": torch.tensor([True])} if has_fill else {})}
+    params = DocumentBatch.read(sample, ()).packed_seq_params(on_host=True, by_document=True)
+    found = PackedMicroBatch.of(params, torch.zeros(4, 1, 2), ONE_RANK, None).documents
+    assert found.has_fill == found.of_samples(0, 1).has_fill == has_fill
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,10 @@ def test_packed_documents_have_bounds_and_filling_has_no_loss():
         "position_ids": [[0, 1, 0, 0]],
         "cu_seqlens": [[0, 2, 3, 4]],
         "max_seqlen": [2],
+        "has_fill": [True],
     }
-    assert packed([document(1, 2, 3)], multiple=2, at_least=2)["cu_seqlens"].tolist() == [[0, 2]]
+    full = packed([document(1, 2, 3)], multiple=2, at_least=2)
+    assert (full["cu_seqlens"].tolist(), full["has_fill"].tolist()) == ([[0, 2]], [False])
     assert packed([document(1, 2)], multiple=2, at_least=8)["cu_seqlens"].tolist() == [[0, 1, 8]]
 
 
