@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,12 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
     with replaced(owner, name, staticmethod(replacement) if is_static else replacement):
         yield
+
+
+def raised_by(error: BaseException, function: Callable[..., Any]) -> bool:
+    """Whether a function itself raised an error, and nothing that it called; also if :func:`around` replaces it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code is getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _require(owner: Any, name: str) -> None:

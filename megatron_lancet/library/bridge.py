@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.overlap import Overlap
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, raised_by
 
 
 def enable(config: Any, **settings: Any) -> list[Any]:
@@ -86,11 +86,14 @@ class _Hook:
         return self._overlap(stages)
 
     def _train(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        """Bridge's training loop. An exit condition ends it by SystemExit with a status, and no callback is called."""
+        """Bridge's training loop. An exit condition ends it by SystemExit with a status, and no callback is called.
+
+        A step may also exit, perhaps on this rank alone: then there is no report, which all ranks send together.
+        """
         try:
             return stock(*args, **kwargs)
         except SystemExit as request:
-            if request.code is not None:
+            if request.code is not None and raised_by(request, stock):
                 self._overlap.close()
             raise
 

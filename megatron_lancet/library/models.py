@@ -1,15 +1,21 @@
 """Finds the language model in what a launcher builds."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import LanguageModel
+from megatron_lancet.model.linear import LinearByPlan
 
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, LinearByPlan)
+"""Layers whose gradients a plan may defer."""
 _FOREIGN = {"mcore_bridge": "Pass --bridge_backend megatron-bridge to ms-swift, which keeps Megatron's classes"}
 """Packages with parts of models that the overlap does not know, and what to do."""
 
@@ -53,3 +59,37 @@ def refuse_foreign_parts(stage: torch.nn.Module) -> None:
         for prefix, advice in _FOREIGN.items():
             if package == prefix or package.startswith(f"{prefix}."):
                 raise UsageError(f"expected Megatron-Core's layers, found {package}.{type(module).__name__}. {advice}.")
+
+
+def check_gradient_hooks(stages: Sequence[torch.nn.Module]) -> None:
+    """Compares gradient hooks on linear layers over the ranks. Collective over all ranks.
+
+    A hook keeps the plan from deferring a gradient, so that DDP reduces it earlier in the backward pass.
+
+    Args:
+        stages: this rank's language models, prepared for the plan.
+
+    Raises:
+        UsageError: some ranks with a parameter have a hook on it, and others do not; the same on all ranks.
+    """
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    own = []
+    for stage, model in enumerate(stages):
+        for path, linear in model.named_modules():
+            if not isinstance(linear, _LINEAR):
+                continue
+            for name, weight in cast(torch.nn.Module, linear).named_parameters(recurse=False):
+                if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                    group = of_all if getattr(weight, "allreduce", True) else of_experts
+                    own.append((stage, f"{path}.{name}", tuple(dist.get_process_group_ranks(group))))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    for stage, name, ranks in sorted({hooked for found in every for hooked in found}):
+        having = [rank for rank in ranks if (stage, name, ranks) in every[rank]]
+        if len(having) < len(ranks):
+            raise UsageError(
+                f"expected a gradient hook on {name} of all ranks {list(ranks)} or of none, found it on {having}: "
+                "ranks would reduce gradients in different orders. Register it on all of these ranks, or set "
+                "overlap_grad_reduce=False in the configuration of DDP."
+            )

@@ -11,7 +11,13 @@ from megatron.core import num_microbatches_calculator
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.library.changing_shapes import ChangingShapes
-from megatron_lancet.library.models import device_of, has_experts, language_model_of, refuse_foreign_parts
+from megatron_lancet.library.models import (
+    check_gradient_hooks,
+    device_of,
+    has_experts,
+    language_model_of,
+    refuse_foreign_parts,
+)
 from megatron_lancet.library.refused_flags import OnlyWithPlan, check_flags
 from megatron_lancet.library.run_arguments import StepShape, check_packed_samples, run_arguments
 from megatron_lancet.library.versions import check_megatron
@@ -136,8 +142,10 @@ class Overlap(RunHook):
             args.curr_iteration += 1  # as Megatron's loop does
             return result
 
-        self.enter(lambda hooks: patches.schedule_hooks(self._is_trained, [counted, *hooks]))
+        run = self.enter(lambda hooks: patches.schedule_hooks(self._is_trained, [counted, *hooks]))
         super().__call__(models)
+        if args.overlap_grad_reduce and run.setup.delays_weight_grads:
+            check_gradient_hooks(models)
         if "megatron.bridge" in sys.modules:  # it may export the model, for a server or at the end
             register_module_types(models)
         return stages

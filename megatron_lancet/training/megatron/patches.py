@@ -25,7 +25,7 @@ from megatron.training import training
 
 from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around, raised_by, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
@@ -151,7 +151,7 @@ def training_loop_hooks(
 ) -> AbstractContextManager[None]:
     """Calls ``before`` when Megatron's training loop begins and ``after`` when it has ended.
 
-    ``after`` is called also when an exit condition of Megatron ends the process, but not after a failure.
+    ``after`` is called also when an exit condition of Megatron ends the process, but not after another exit or failure.
     """
 
     def train(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def training_loop_hooks(
         try:
             result = stock(*args, **kwargs)
         except SystemExit as request:
-            if request.code is not None:  # Megatron's exit conditions end the process with a status
+            if request.code is not None and raised_by(request, stock):  # a step may exit on this rank alone
                 after()
             raise
         after()

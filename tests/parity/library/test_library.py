@@ -23,7 +23,7 @@ NEAR = {
     "two sequence chunks": ({"num_chunks": 2, "chunk_dim": "sequence"}, "nested"),
     "pairs of two chunks, dedup": ({"num_chunks": 2, "pairing": "on", "dispatch": "dedup"}, "hook"),
 }
-PACKED, OFF, TUNED = "packed in chunks", "off", "tuned"
+PACKED, OFF, TUNED, HOOKED = "packed in chunks", "off", "tuned", "hook on one rank"
 TUNING = {"cache": "off", "tune_steps": 2, "dispatch": "plain", "pairing": "off", "attention": "stock"}
 TOLERANCE = 5e-5
 """Ten times the largest difference that was measured, 5.0e-6 on an AMD EPYC: chunks sum in another order. The first
@@ -38,6 +38,7 @@ def run(tmp_path_factory):
     # One step: Adam's weights differ more where a gradient is almost 0, as some of so few tokens are.
     cases[PACKED] = {"settings": {"num_chunks": 2}, "way": "packed", "num_steps": 1}
     cases[OFF] = {"settings": {"plan": "off"}, "way": "hook"}
+    cases[HOOKED] = {"settings": {"num_chunks": 1}, "way": "hook", "hooked": [0]}
     tuning = {**TUNING, "report": str(folder / "report")}
     cases[TUNED] = {"settings": tuning, "way": "hook", "num_steps": NUM_TUNED_STEPS}
     found = launch.results_of(all_found, 2, folder, 300, [cases])[0]
@@ -70,6 +71,12 @@ def test_overlap_cuts_packed_documents_along_the_sequence(run):
     assert 0 < found["gradient"] < TOLERANCE
     assert found["loss"] < TOLERANCE
     assert "dim=sequence" in found["plan"]
+
+
+def test_gradient_hook_on_some_replicas_is_refused(run):
+    """DDP, which reduces gradients in the backward pass, would do so in another order there."""
+    weight = "decoder.layers.1.self_attention.linear_proj.weight"
+    assert f"a gradient hook on {weight} of all ranks [0, 1] or of none, found it on [0]" in run[0][HOOKED]["refused"]
 
 
 def test_overlap_without_a_plan_is_stock(run):

@@ -43,7 +43,12 @@ def bridge(monkeypatch):
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
         setattr(sys.modules[f"megatron.bridge.{name}"], its_class.__name__, its_class)
 
-    def train(error):
+    def step(error):
+        raise error
+
+    def train(error, in_a_step=False):
+        if in_a_step:
+            step(error)
         raise error
 
     loop = SimpleNamespace(train=train, _maybe_destroy_process_group=lambda: "ended")
@@ -111,16 +116,25 @@ def test_copy_of_a_configuration_has_a_hook_of_its_own():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("error", "ends_at_once"),
-    [(SystemExit(0), True), (SystemExit(3), True), (SystemExit(), False), (KeyError(), False)],
+    ("error", "in_a_step", "ends_at_once"),
+    [
+        (SystemExit(0), False, True),
+        (SystemExit(3), False, True),
+        (SystemExit(3), True, False),
+        (SystemExit(), False, False),
+        (KeyError(), False, False),
+    ],
 )
-def test_overlap_ends_with_each_training(bridge, error, ends_at_once):
-    """At once, so that the report is sent before process groups end, where all ranks meet an exit condition."""
+def test_overlap_ends_with_each_training(bridge, error, in_a_step, ends_at_once):
+    """At once, so that the report is sent before process groups end, where all ranks meet an exit condition.
+
+    An exit in a step may be of one rank alone.
+    """
     before = dict(vars(bridge))
     hooks = prepared()
     assert len(hooks) > 1
     with pytest.raises(type(error)):
-        bridge.train(error)
+        bridge.train(error, in_a_step)
     assert (Overlap._open is None) == (hooks == [list]) == ends_at_once
     assert bridge._maybe_destroy_process_group() == "ended"
     assert (Overlap._open, hooks, vars(bridge)) == (None, [list], before)

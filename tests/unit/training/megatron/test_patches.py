@@ -150,12 +150,17 @@ def test_step_hooks_run_from_the_outermost_to_the_last(monkeypatch):
     assert training.train_step is train_step
 
 
-def loop_calls(monkeypatch, error: BaseException | None) -> list[str]:
+def loop_calls(monkeypatch, error: BaseException | None, in_a_step: bool = False) -> list[str]:
     """What runs around a training loop that ends with ``error``."""
     calls = []
 
+    def step():
+        if in_a_step:
+            raise error
+
     def train(*_):
         calls.append("loop")
+        step()
         if error is not None:
             raise error
         return "result"
@@ -178,3 +183,8 @@ def test_training_loop_hooks_run_also_at_an_exit_condition(monkeypatch, error):
 @pytest.mark.parametrize("error", [RuntimeError("lost a peer"), SystemExit()])
 def test_training_loop_hooks_end_nothing_after_a_failure(monkeypatch, error):
     assert loop_calls(monkeypatch, error) == ["before", "loop"]
+
+
+def test_training_loop_hooks_end_nothing_after_an_exit_of_a_step(monkeypatch):
+    """It may be of this rank alone, and what ends a loop is collective."""
+    assert loop_calls(monkeypatch, SystemExit(3), in_a_step=True) == ["before", "loop"]
