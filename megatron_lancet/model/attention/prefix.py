@@ -14,10 +14,7 @@ class Prefix:
     """A tensor that is filled chunk by chunk; each chunk gets the part that has been filled."""
 
     def __init__(self, num_positions: int) -> None:
-        """
-        Args:
-            num_positions: S.
-        """
+        """For keys or values of ``num_positions`` positions, S."""
         self._num_positions = num_positions
         self._room: torch.Tensor | None = None
         self._seen: list[torch.Tensor] = []
@@ -40,6 +37,8 @@ class Prefix:
         del self._seen[index:]
         if keep and not again:
             self._seen.append(prefix)
+            if len(prefix) == self._num_positions:  # with its graph it would live on where no backward pass runs
+                self._seen = [one.detach() for one in self._seen]
         elif index == 0:  # recomputed: the first chunk is the last to call
             self._room = None
         return prefix

@@ -1,5 +1,8 @@
 """Keys that grow by chunks: the same values and gradients as if joined for each chunk, in memory of their own once."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -53,3 +56,17 @@ def test_prefix_accepts_a_recomputed_chunk(num_backwards):
         torch.testing.assert_close(a.grad, b.grad)
     assert prefix._room is None
     assert not prefix._seen
+
+
+def test_recomputed_prefix_is_freed_without_a_backward_pass():
+    """What runs again holds the prefix, and the graph holds what runs again: the prefix must not hold the graph."""
+    prefix = Prefix(sum(SIZES))
+
+    def segment(own: torch.Tensor, index: int, prefix: Prefix) -> torch.Tensor:
+        return weigh(prefix.up_to(own.sin(), index, keep=True))
+
+    outputs = [checkpoint(segment, own, i, prefix, use_reentrant=False) for i, own in enumerate(chunks())]
+    gone = weakref.ref(prefix)
+    del outputs, prefix
+    gc.collect()
+    assert gone() is None
