@@ -59,13 +59,15 @@ def forked(work: Callable[[], str]) -> str:
     return found
 
 
-def free_port() -> int:
-    """A port on which nobody listens, below those that the kernel gives to connections."""
+def held_port() -> socket.socket:
+    """A socket that holds a port below those that the kernel gives to connections, as tests.ranks.launch does."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        holder = socket.socket()
+        with suppress(OSError):
+            holder.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        holder.close()
 
 
 def train(copy: Path, rank: int, port: int, data: str) -> None:
@@ -93,12 +95,13 @@ def train(copy: Path, rank: int, port: int, data: str) -> None:
 def flaw_of(copy: Path, data: str) -> str:
     """Imports a copy and runs its ranks; returns their output, empty if all went well."""
     import_all(copy)
-    pids, port = [], free_port()
-    for rank in range(NUM_RANKS):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            train(copy, rank, port, data)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    pids = []
+    with held_port() as holder:
+        for rank in range(NUM_RANKS):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                train(copy, rank, holder.getsockname()[1], data)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     outputs = [(copy / f"rank{rank}.log").read_text() for rank in range(NUM_RANKS)]
     if any(statuses) or "(chunks=2 dim=batch" not in outputs[0]:
         return f"statuses {statuses}\n" + "\n".join(output[-3000:] for output in outputs)

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ _STACK_DUMP_S = 3.0
 _TAIL_CHARS = 4000
 _PORT_ATTEMPTS = 3
 _PORTS = range(20_000, 32_000)
+_MOST_HOLDERS = 64
+"""Ports that are held at once: a session asks for hundreds, and a process may open a thousand files."""
+_holders: deque[socket.socket] = deque()
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,23 @@ class RankResult:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, below those that the kernel deals out: gloo takes hundreds of these meanwhile."""
+    """A port for rank 0, below those that the kernel deals out: gloo takes hundreds of these meanwhile.
+
+    A socket that does not listen holds it, so that no other test finds it. Linux lets torch's store listen on it.
+    """
     while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", secrets.choice(_PORTS)))
-            return probe.getsockname()[1]
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", secrets.choice(_PORTS)))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: another search would get it, too
+        _holders.append(holder)
+        if len(_holders) > _MOST_HOLDERS:
+            _holders.popleft().close()
+        port: int = holder.getsockname()[1]
+        return port
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -145,7 +160,7 @@ def run(
     """Start the ranks and wait for them. See :func:`start`."""
     for _ in range(_PORT_ATTEMPTS):
         results = finish(start(script, args, num_ranks, log_dir, env, per_rank, te), log_dir, timeout_s)
-        # Between finding a free port and rank 0 listening on it, another test may have taken it.
+        # Between finding a free port and rank 0 listening on it, another program may have taken it.
         if not any("EADDRINUSE" in result.output for result in results):
             break
     return results
