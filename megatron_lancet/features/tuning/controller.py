@@ -149,7 +149,8 @@ class TuningController:
     def num_steps_to_plan(self, num_profile_steps: int) -> int:
         """Training steps, at most, from the first until the slow plans are out; a shorter run gains nothing."""
         num_unmeasured = NUM_FIRST_SETTLE_STEPS + (MIN_TURNS - 1) * NUM_SETTLE_STEPS
-        num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps)
+        num_in_a_row = (MIN_TURNS - 1) * NUM_SETTLE_STEPS  # a round begins with the last plan of the one before
+        num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps) - num_in_a_row
         return NUM_WARM_UP_STEPS + num_profile_steps + num_race_steps
 
     def note(self, line: str) -> None:
@@ -325,8 +326,8 @@ def _remark(plan: Plan, planned: Planned) -> str:
     if plan == planned.finalists[0].plan:
         return ""
     if plan == NO_OVERLAP.plan:
-        return "no plan was faster than no overlap"
-    return "the plan predicted fastest was not the fastest"
+        return "no plan led no overlap by more than the noise"
+    return "another plan than the one predicted fastest won"
 
 
 def _verdict(winner: Candidate, stats: StepStats, gain: float | None, kernel_gain: float | None) -> str:

@@ -15,6 +15,7 @@ def memory_bound_bytes(profile: Profile, plans_that_ran: Sequence[Plan], room_by
     """Most bytes that a plan's activations and deferred weight gradients may take: the peak so far and the free memory.
 
     Args:
+        plans_that_ran: plans of the steps since the peak was reset.
         room_bytes: bytes that can be allocated beyond the peak so far.
 
     Returns:

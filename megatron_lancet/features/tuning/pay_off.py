@@ -71,11 +71,11 @@ class PayOff:
         cost_s = self.cost_ms / 1e3
         if self.cost_ms <= 0 <= self.balance_ms:
             return "tuning cost no time: its steps were no slower than without overlap"
+        saved_ms = compared.no_overlap_ms - compared.own_ms
+        if saved_ms <= 0:  # later steps may still be faster, as the machine's speed changes
+            return f"tuning cost {cost_s:.1f} s, which its plan does not save"
         if self.since_step is not None:
             return f"tuning cost {cost_s:.1f} s and had paid for itself after step {self.since_step:,}"
-        saved_ms = compared.no_overlap_ms - compared.own_ms
-        if saved_ms <= 0:
-            return f"tuning cost {cost_s:.1f} s, which its plan does not save"
         num_steps = -self.balance_ms / saved_ms
         return (
             f"tuning cost {cost_s:.1f} s and has not paid for itself yet: {-self.balance_ms / 1e3:.1f} s are left, "

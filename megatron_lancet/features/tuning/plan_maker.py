@@ -121,6 +121,9 @@ class ProfilingPlanMaker:
 
     def _begin(self) -> None:
         self._found, self._num_micro_batches = None, self.num_micro_batches()
+        if self._device.type == "cuda":
+            # A step before may have had another attention kernel with a higher peak, which the profile can't predict.
+            torch.cuda.reset_peak_memory_stats(self._device)
         if self._refreshes:
             plans = [self._with_kernel(self._plan_before.in_middle)]
             self._steps = ProfileSteps(ProfileRun(self._model(), plans, _NUM_REFRESH_STEPS))
@@ -226,8 +229,11 @@ class ProfilingPlanMaker:
         # A batch that grows has more micro-batches by now.
         model = replace(self.profile.model, num_micro_batches=found.model.num_micro_batches)
         routing = found.routing or self.profile.routing  # large groups record none in chunks
+        load = found.expert_load or self.profile.expert_load
         shares = found.received_share
-        return replace(self.profile, model=model, link=found.link, received_share=shares, routing=routing)
+        return replace(
+            self.profile, model=model, link=found.link, received_share=shares, routing=routing, expert_load=load
+        )
 
     def _misfits(self, found: Profile) -> bool:
         """Compares the profile in the cache with this run, and says where it differs. Called on rank 0.
@@ -268,7 +274,7 @@ class ProfilingPlanMaker:
 
         Args:
             found: the new profile.
-            room_bytes: bytes that every rank can allocate beyond its peak so far.
+            room_bytes: bytes that every rank can allocate beyond its peak in the profiled steps.
         """
         assert self._steps is not None
         start_s = time.perf_counter()
@@ -279,7 +285,7 @@ class ProfilingPlanMaker:
                 self.profile = with_own_reduction(found, self._reduction(), list(dict.fromkeys(self._steps.plans)))
             self._keep(self.profile)
             profile = self.profile = with_reduction(self.profile, self._reduction())
-            bound_bytes = memory_bound_bytes(profile, [self._plan_before, *self._steps.plans], room_bytes)
+            bound_bytes = memory_bound_bytes(profile, self._steps.plans, room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             simulator = Simulator(CostModel(profile))
             finalists = tuple(

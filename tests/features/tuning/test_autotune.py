@@ -136,12 +136,12 @@ def lines(capsys) -> list[str]:
 
 
 # Three steps of warm-up and four of a profile, then two turns of two plans; a turn measures two steps.
-TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 7 + [plan_without_overlap()] * 3
+TURNS = [plan_without_overlap()] * 4 + [PLANNED] * 6 + [plan_without_overlap()] * 3
 
 
 def test_autotune_profiles_and_lets_plans_race(capsys):
     run = Run()
-    assert run.steps(3 + 4 + 14 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
+    assert run.steps(3 + 4 + 13 + 1) == [plan_without_overlap()] * 5 + [PROFILED] * 2 + TURNS + [PLANNED]
     assert lines(capsys) == run.tuner.summary()["tuning"]["lines"]
     summary = run.tuner.summary()["tuning"]
     assert (summary["stage"], summary["how"], summary["num_plans"]) == ("watch", "scripted", 1)
@@ -152,9 +152,9 @@ def test_autotune_profiles_and_lets_plans_race(capsys):
 
 def test_autotune_says_what_it_has_brought():
     run = Run()
-    run.steps(3 + 4 + 14)
+    run.steps(3 + 4 + 13)
     summary = run.tuner.summary()["tuning"]
-    assert summary["steps"] == [[1, 21]]
+    assert summary["steps"] == [[1, 20]]
     assert summary["compared"] == to_plain(Compared(100, 80, 5, 5, 4))
     assert (summary["overlaps"], summary["has_kernel"]) == (True, False)
     assert run.tuner.speed_up({"tuning": summary}) == (
@@ -163,7 +163,7 @@ def test_autotune_says_what_it_has_brought():
     )
     assert summary["pay_off"] == "tuning cost no time: its steps were no slower than without overlap"
     run.steps(4)
-    assert run.tuner.summary()["tuning"]["steps"] == [[1, 21]]
+    assert run.tuner.summary()["tuning"]["steps"] == [[1, 20]]
 
 
 def test_autotune_says_what_won_without_overlap(monkeypatch):
@@ -172,23 +172,23 @@ def test_autotune_says_what_won_without_overlap(monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: planned(quick))
     monkeypatch.setitem(Run.STEP_MS, quick, 50.0)
     run = Run()
-    run.steps(3 + 4 + 14)
+    run.steps(3 + 4 + 13)
     summary = run.tuner.summary()["tuning"]
     assert (summary["overlaps"], summary["won_by"]) == (False, "one row per token and rank, fused attention")
     assert run.tuner.speed_up({"tuning": summary}).startswith("2.00x faster on this machine by one row per")
     monkeypatch.setitem(Run.STEP_MS, quick, 150.0)
     slower = Run()
-    slower.steps(3 + 4 + 14)
+    slower.steps(3 + 4 + 13)
     assert slower.tuner.summary()["tuning"]["won_by"] == ""
 
 
 def test_autotune_says_why_it_compared_nothing():
-    short, resumed = Run(train_iters=48), Run(train_iters=5, saved=SAVED.to_json())
-    short.steps(48)
+    short, resumed = Run(train_iters=47), Run(train_iters=5, saved=SAVED.to_json())
+    short.steps(47)
     resumed.steps(5)
     summaries = [run.tuner.summary() for run in (short, resumed)]
     assert [run.tuner.speed_up(summary) for run, summary in zip((short, resumed), summaries, strict=True)] == [
-        "no plan was compared with no overlap in this run: tuning fixed, because 48 steps are too few to find one: 49 "
+        "no plan was compared with no overlap in this run: tuning fixed, because 47 steps are too few to find one: 48 "
         "are needed",
         "no plan was compared with no overlap in this run: tuning taken from the checkpoint; without overlap a step "
         "took 100 ms",
@@ -272,17 +272,17 @@ def test_autotune_does_not_count_skipped_steps_of_fp16():
 @pytest.mark.parametrize(
     ("resumed_at", "end"),
     [
-        (0, {"exit_interval": 48}),
-        (48, {"exit_interval": 48}),
+        (0, {"exit_interval": 47}),
+        (47, {"exit_interval": 47}),
         (30, {"exit_interval": 50}),
-        (60, {"phase_transition_iterations": [30, 108, 500]}),
+        (60, {"phase_transition_iterations": [30, 107, 500]}),
     ],
 )
 def test_autotune_of_a_run_that_exits_early_has_a_fixed_plan(resumed_at, end):
     run = Run(train_iters=1000, resumed_at=resumed_at, **end)
     run.steps(1)
-    num_left = 20 if resumed_at == 30 else 48
-    why = f"fixed, because {num_left} steps are too few to find one: 49 are needed"
+    num_left = 20 if resumed_at == 30 else 47
+    why = f"fixed, because {num_left} steps are too few to find one: 48 are needed"
     assert run.tuner.summary()["tuning"]["how"] == why
     later = Run(train_iters=1000, resumed_at=resumed_at, exit_interval=1000)
     later.steps(1)
@@ -291,9 +291,9 @@ def test_autotune_of_a_run_that_exits_early_has_a_fixed_plan(resumed_at, end):
 
 @pytest.mark.parametrize("resumed_at", [0, 60])
 def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
-    run = Run(train_iters=resumed_at + 48, resumed_at=resumed_at)
-    assert run.steps(48) == [SHORT] * 48
-    why = "fixed, because 48 steps are too few to find one: 49 are needed"
+    run = Run(train_iters=resumed_at + 47, resumed_at=resumed_at)
+    assert run.steps(47) == [SHORT] * 47
+    why = "fixed, because 47 steps are too few to find one: 48 are needed"
     assert lines(capsys) == [f"{plan_text(SHORT)} ({why})"]
     assert run.tuner.summary()["tuning"]["how"] == why
     assert run.args.lancet_tuned_plan is None
@@ -302,7 +302,7 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
 def test_autotune_keeps_a_plan_that_only_pairs(capsys, monkeypatch):
     monkeypatch.setattr(Maker, "make", lambda self: planned(PAIRED))
     run = Run()
-    assert run.steps(3 + 4 + 14 + 4)[-4:] == [PAIRED] * 4
+    assert run.steps(3 + 4 + 13 + 4)[-4:] == [PAIRED] * 4
     assert f"measuring 2 plans in turns: no overlap; {PAIRED}, predicted 80.0 ms a step (scripted)" in lines(capsys)
     resumed = Run(saved=run.args.lancet_tuned_plan)
     assert resumed.steps(3) == [PAIRED] * 3
@@ -345,5 +345,5 @@ def test_autotune_ignores_a_checkpoints_plan_for_another_run(capsys, saved, reas
     assert run.steps(1) == [plan_without_overlap()]
     first, second = lines(capsys)
     assert first.startswith(reason)
-    assert second.startswith("tunes during about the first 49 steps")
+    assert second.startswith("tunes during about the first 48 steps")
     assert run.tuner._controller.state is TuningState.WARM_UP

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.features.tuning import plan_maker
+from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad
 from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
@@ -25,11 +26,14 @@ pytestmark = pytest.mark.slow
 
 def test_kept_profile_still_measures_links_and_shares(make, monkeypatch, tmp_path):
     first, _ = profiled(make(cache_dir=tmp_path / "cache"))
-    monkeypatch.setattr(Run, "result", with_step(PROFILE))
+    rows = ((1,) * PROFILE.model.num_experts,) * PROFILE.model.ep_size
+    now = replace(with_step(PROFILE), expert_load=ExpertLoad(1, 1, (LayerLoad(1, rows),)))
+    monkeypatch.setattr(Run, "result", now)
     again = make(cache_dir=tmp_path / "cache")
     assert again.num_steps() == 3
     planned, num_steps = profiled(again)
     assert (best(planned), num_steps) == (best(first), 2)
+    assert again.profile.expert_load == now.expert_load, "not the older run's"
     assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.why
     assert again.notes == []
 

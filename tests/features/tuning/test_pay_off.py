@@ -78,6 +78,9 @@ def test_steps_of_another_batch_do_not_count():
 def test_tuning_to_no_overlap_saves_nothing():
     same = Compared(744.0, 744.0, 283.0, 283.0, 10)
     assert tuned(10, 844.0, 5, 744.0).as_text(same) == "tuning cost 1.0 s, which its plan does not save"
+    on_a_faster_machine = tuned(10, 844.0, 20, 600.0)
+    assert on_a_faster_machine.since_step is not None
+    assert on_a_faster_machine.as_text(same) == "tuning cost 1.0 s, which its plan does not save"
 
 
 def test_tuning_with_fast_steps_costs_nothing():
