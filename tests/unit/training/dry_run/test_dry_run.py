@@ -178,10 +178,10 @@ def test_dry_run_shows_the_plan(dry_run):
         "would keep 8 micro-batches in place of 4"
     )
     fixed_line = f"{plan_text(fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE))}; not paired, because {reason}"
-    short_runs = "runs shorter than 69 steps (fewer with a cached profile) use"
+    short_runs = "runs shorter than 68 steps (fewer with a cached profile) use"
     assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
     no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
-    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 69 steps use {fixed_line}"
+    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 68 steps use {fixed_line}"
     in_four = fixed_plan(4, DwPolicy.NONE, ChunkDim.SEQUENCE)
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
     assert fixed.plan == [f"{plan_text(in_four)}; not paired, because {reason}"]
