@@ -8,7 +8,7 @@ from benchmarks.auto.cases import AUTO, CASES, MEGATRON, MEGATRON_DELAYED, SAME
 from benchmarks.auto.summary import TRAINING_STEPS, CaseSummary, summarise
 from benchmarks.harness.tables import markdown
 from benchmarks.quoted.cells import NO_RESULT, linked, quartiles
-from benchmarks.quoted.results import Quoted, newest
+from benchmarks.quoted.results import Quoted, all_runs, newest
 
 _FOLDER = "../benchmarks/results"
 """Path from docs/performance.md to the result files."""
@@ -66,7 +66,17 @@ def _on_best_plans() -> str:
     return (
         f"± is the standard error over the turns of a case. In the geometric mean of {len(ratios)} cases a step of "
         f"`auto` takes {statistics.geometric_mean(ratios):.3f} of the fastest fixed plan's. Among equal plans chance "
-        "decides which one is the fastest."
+        f"decides which one is the fastest.{_on_same_plans()}"
+    )
+
+
+def _on_same_plans() -> str:
+    ratios = [found.to_same.median for _, _, found in _found() if found.to_same is not None]
+    if not ratios:
+        return ""
+    return (
+        f" In {len(ratios)} cases a fixed plan is the plan of `auto`: two processes with one plan differ by "
+        f"{_range([100 * abs(ratio - 1) for ratio in ratios], '.1f')} %, which ± does not have."
     )
 
 
@@ -104,7 +114,7 @@ def headline() -> str:
                 f"{reference.waited_share:.0%}",
                 quartiles(chosen.speedup),
                 _against_users(found),
-                _megatrons(found),
+                _megatrons(case),
                 f"{chosen.waited_share:.0%}",
                 f"[{quoted.date}]({_FOLDER}/{quoted.file}){quoted.mark}",
             ]
@@ -142,11 +152,17 @@ def _against_users(found: CaseSummary) -> str:
     return "-" if found.against_users is None else f"{found.against_users.median:.2f}"
 
 
-def _megatrons(found: CaseSummary) -> str:
-    """Megatron's own overlap, without and with delayed dW; a dash where neither ran."""
-    texts = {MEGATRON: "{}", MEGATRON_DELAYED: "{} with delayed dW"}
-    ran = {name: found.variants[name] for name in texts if name in found.variants}
-    return ", ".join(texts[name].format(quartiles(one.speedup)) for name, one in ran.items()) or "-"
+def _megatrons(case: str) -> str:
+    """Megatron's own overlap, without and with delayed dW, and ``auto`` in the same turns; a dash where neither ran."""
+    cells = []
+    for name, words in {MEGATRON: "", MEGATRON_DELAYED: " with delayed dW"}.items():
+        runs = [one for one in all_runs("auto") if one.case["name"] == case and name in one.case["variants"]]
+        if runs:
+            variants = summarise(runs[-1].case).variants
+            source = f"[{runs[-1].date}]({_FOLDER}/{runs[-1].file}){runs[-1].mark}"
+            beside = f"`auto` {variants[AUTO].speedup.median:.2f} beside it, {source}"
+            cells.append(f"{quartiles(variants[name].speedup)}{words} ({beside})")
+    return "; ".join(cells) or "-"
 
 
 def _waits(summary: CaseSummary) -> float:

@@ -51,6 +51,7 @@ class CaseSummary:
         prediction_errors: predicted over measured step, less one, of each plan in ``auto``'s race that has both.
         disturbance: the sentence that marks a disturbed case; None for other cases.
         against_users: step of stock as a user has it over ``auto``'s; None if that did not run.
+        to_same: ``auto``'s steady step over the step of the fixed plan that is ``auto``'s own; None if none is.
     """
 
     name: str
@@ -69,6 +70,7 @@ class CaseSummary:
     counts_planning: bool
     disturbance: str | None
     against_users: Spread | None
+    to_same: Spread | None
 
     @property
     def prediction_error(self) -> float | None:
@@ -124,7 +126,13 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         _WHOLE in auto,
         disturbance_text(case),
         _ratios(records[USERS], auto) if USERS in records else None,
+        next((_ratios(auto, records[name]) for name in fixed if _order(records[name]) == _order(auto)), None),
     )
+
+
+def _order(record: Mapping[str, Any]) -> str:
+    """A plan without its attention kernel, which fixed plans have by a flag."""
+    return str(record["plan"]).replace(" attention=fused", "")
 
 
 def disturbance_text(case: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,8 @@ from benchmarks.harness.samples import (
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
-from megatron_lancet.planning.load.placement import contiguous, most_over_mean, rows_of_ranks
+from megatron_lancet.planning.load.placement import contiguous, rows_of_ranks
+from megatron_lancet.planning.load.popularity import most_over_mean
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 
 

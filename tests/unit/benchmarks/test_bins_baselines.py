@@ -11,6 +11,7 @@ from benchmarks.bins.baselines import first_fit, padded
 from benchmarks.bins.cases import FIRST_FIT, PADDED, computed_tokens
 from benchmarks.harness.cases import Shape
 from megatron_lancet.planning.documents.cost import DocumentCost
+from tests.unit.schedule.documents.test_bins import assert_each_sample_once, steps
 
 WAYS = {
     FIRST_FIT: lambda drawn, num_bins, cost, max_tokens: first_fit(drawn, num_bins, max_tokens),
@@ -18,22 +19,11 @@ WAYS = {
 }
 
 
-@st.composite
-def steps(draw):
-    """Samples drawn by 1 to 4 ranks, at least one for each bin of a rank, and the number of bins."""
-    num_ranks, num_bins, more = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 5))
-    lengths = st.lists(st.integers(1, 64), min_size=num_bins + more, max_size=num_bins + more)
-    return [draw(lengths) for _ in range(num_ranks)], num_bins
-
-
 @given(steps(), st.sampled_from(sorted(WAYS)), st.sampled_from([0.0, 0.02, 3.0]), st.integers(1, 200))
 def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, way, tokens_per_pair, max_tokens):
     drawn, num_bins = step
     dealing = WAYS[way](drawn, num_bins, DocumentCost(tokens_per_pair), max_tokens)
-    assert [len(rank) for rank in dealing.bins] == [num_bins] * len(drawn)
-    assert all(indices for rank in dealing.bins for indices in rank)
-    dealt = sorted(chain.from_iterable(chain.from_iterable(dealing.bins)))
-    assert dealt == list(range(sum(map(len, drawn))))
+    assert_each_sample_once(dealing, drawn, num_bins)
     most = max(chain.from_iterable(computed_tokens(way, drawn, dealing, Shape(seq_length=64))))
     assert most <= dealing.max_tokens
     assert dealing.max_tokens in (max_tokens, most)

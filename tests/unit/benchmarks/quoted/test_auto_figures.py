@@ -167,9 +167,15 @@ def test_predictions_are_compared_with_steps_of_the_race():
 def test_documents_have_every_case_and_the_errors_of_predictions(monkeypatch):
     measured = Quoted("auto-10-m1-2026-11-30.json", "2026-11-30", MEASURED | {"disturbance": {"is_disturbed": False}})
     monkeypatch.setattr(quoted, "newest", lambda name: {"45-m4": measured})
-    assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) |" in quoted.headline()
+    monkeypatch.setattr(quoted, "all_runs", lambda name: [measured])
+    assert "(`45-m4`) | 45% | 1.63 (1.63-1.63) | 1.80 | 2.00 (2.00-2.00) (`auto` 1.63 beside it, " in quoted.headline()
     assert "in 1 cases" in quoted.sentence()
     assert "No plan had a predicted and a measured step" in quoted.auto()
+    assert "two processes" not in quoted.auto()
+    same = measured.case["variants"] | {"pairs": record(600.0, plan="chunks=2"), "k2": record(590.0)}
+    same[AUTO] |= {"plan": "chunks=2 attention=fused"}
+    measured = replace(measured, case=measured.case | {"variants": same})
+    assert "In 1 cases a fixed plan is the plan of `auto`: two processes with one plan differ by 2.0 %" in quoted.auto()
 
 
 def test_only_stock_as_a_user_has_it_keeps_its_messages():
