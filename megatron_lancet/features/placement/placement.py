@@ -72,6 +72,8 @@ def _blockers(args: argparse.Namespace) -> Iterable[tuple[str, str]]:
     folder = load_folder(args)
     if folder is not None and _is_legacy(folder, args):
         yield f"the checkpoint in {folder}", "its files are by rank; save it again with --ckpt-format torch_dist"
+    if getattr(args, "lancet_identity_experts", 0):  # a flag of a feature, which may be deleted
+        yield "--lancet-identity-experts", "each of a router's scores must have an expert; drop that flag"
     if args.fp8_param_gather or getattr(args, "fp4_param", False):
         yield "weights that are stored in fp8 or fp4", "they are moved as they are initialised; drop --fp8-param-gather"
 

@@ -52,6 +52,7 @@ class Topic(StrEnum):
     PARALLELISM = "Parallelism"
     MODEL = "Model"
     PRECISION = "Precision"
+    RUN = "Another kind of run"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Unsupported:
 
 
 _GATHERED = "weights that are gathered for each use; dW would have to follow"
-_PARALLELISM = "use expert, tensor, context, data and pipeline parallelism"
+_AXES = "use expert, tensor, context, data and pipeline parallelism"
 _REPLACED = "tied to modules whose forward pass the block replaces"
 _INFERENCE = "layers for inference"
 _OTHER_SPEC = (
@@ -129,6 +130,8 @@ _RETIRED = "retired by Megatron"
 _SAVED = "tied to what Megatron's own forward pass saves"
 _GRAPHS = "the host must know the sizes of messages; [attention and routing](features/cuda_graphs.md) can be captured"
 _NO_GRAPHS = "pass --lancet-cuda-graphs attention in place of it, or drop it"
+_TEXT = "samples are plain text"
+_NO_TEXT = "drop it, or use Megatron's pretrain_gpt.py"
 _HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the full micro-batch"
 _NO_HOOKS = "drop it, it would save one chunk for the full micro-batch"
 
@@ -179,14 +182,12 @@ def _graphs(args: argparse.Namespace) -> object:
 
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "--tensor-parallel-num-weight-shards", Topic.PARALLELISM, _GATHERED, _PARALLELISM, refused=_weight_shards
-    ),
+    Unsupported("--tensor-parallel-num-weight-shards", Topic.PARALLELISM, _GATHERED, _AXES, refused=_weight_shards),
     Unsupported(
         "--expert-tensor-parallel-num-weight-shards",
         Topic.PARALLELISM,
         _GATHERED,
-        _PARALLELISM,
+        _AXES,
         refused=_expert_weight_shards,
     ),
     Unsupported(
@@ -259,11 +260,13 @@ RETIRED: tuple[Unsupported, ...] = (
 """Refused in every run."""
 
 OTHER_TASKS: tuple[Unsupported, ...] = (
-    Unsupported("--sft --fim-data --perform-rl-step --inprocess-restart", None, "another kind of run"),
+    Unsupported("--sft --fim-data --perform-rl-step --logits-save-dir --logits-load-dir", Topic.RUN, _TEXT, _NO_TEXT),
+    Unsupported("--per-dataset-sequences-path", Topic.RUN, "Megatron counts the sequences of data sets by itself"),
+    Unsupported("--yaml-cfg", Topic.RUN, "settings come from flags", "pass flags"),
+    Unsupported("--inprocess-restart", Topic.RUN, "a training is one start", "let the launcher start it again"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "shares out packed sequences in its own way"),
-    Unsupported("--logits-save-dir --logits-load-dir --yaml-cfg --per-dataset-sequences-path", None, "another run"),
 )
-"""Refused in every run, because they ask for something else than to pretrain a model on plain text."""
+"""Refused in every run, because pretrain_gpt_moe.py trains otherwise."""
 
 
 def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str, str]]:
@@ -311,7 +314,7 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"Megatron has retired {flag}: {entry.advice}.")
     for entry in OTHER_TASKS:
         for flag in entry.found_in(args):
-            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on text, in one start.")
+            raise UsageError(f"pretrain_gpt_moe.py does not support {flag} ({entry.reason}): {entry.advice}.")
 
 
 def own_samples(args: argparse.Namespace, config: LancetConfig) -> Samples | None:

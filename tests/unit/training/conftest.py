@@ -1,5 +1,6 @@
-"""Checkpoints as torch writes them, for the tests of saving and loading."""
+"""Megatron's parser, and checkpoints as torch writes them."""
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,14 @@ def docstrings_read_once():
 
     with around(ArgumentGroupFactory, "_get_field_docstrings", read):
         yield
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """Megatron's own, with none of our flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.plan.support import OTHER_TASKS, Topic
 from tests.unit.training.configs import config_with
 from tests.unit.training.validated import set_as_validation_does
 
@@ -30,6 +31,7 @@ WHOLE_GROUPS = {
 }
 OTHER_PROGRAMS = {"rl", "inference", "vision", "biencoder"}
 OF_TRAINING_AMONG_THEM = {"--cuda-graph-modules", "--cuda-graph-scope"}
+OF_ANOTHER_RUN = {flag for entry in OTHER_TASKS if entry.topic is Topic.RUN for flag in entry.flags.split()}
 SUBJECTS = re.compile(
     r"moe|expert|recompute|overlap|parallel|fsdp|wgrad|dgrad|cuda-graph|offload|checkpoint-activations|^--spec$|"
     r"hybrid-(layer|override)|save-activations|max-attention"
@@ -103,7 +105,7 @@ def listed_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         for group in parser._action_groups
         for action in group._group_actions
         if group.title in WHOLE_GROUPS | {"Megatron-Lancet"}
-        or action.option_strings[0] in OF_TRAINING_AMONG_THEM
+        or action.option_strings[0] in OF_TRAINING_AMONG_THEM | OF_ANOTHER_RUN
         or (group.title not in OTHER_PROGRAMS and SUBJECTS.search(action.option_strings[0]))
     ]
 

@@ -21,13 +21,6 @@ from megatron_lancet.training.process import exit as ending
 ATTENTION, EXPERTS, MLP = LayerKind.ATTENTION_ONLY, LayerKind.MOE_ONLY, LayerKind.MLP_ONLY
 
 
-@pytest.fixture(scope="module")
-def parser():
-    from megatron.training.arguments import add_megatron_arguments
-
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
 @pytest.fixture
 def hybrid(parser):
     def make(pattern: str, *words: str, flag: str = "--hybrid-layer-pattern") -> argparse.Namespace:

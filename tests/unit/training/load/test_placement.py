@@ -91,6 +91,7 @@ def test_predictions_have_numbers_behind_the_layers(placed):
             "--use-distributed-optimizer as it is saved by default: .*pass --dist-ckpt-optim-fully-reshardable",
         ),
         ({"fp8_param_gather": True}, PLAN, "weights that are stored in fp8 or fp4"),
+        ({"lancet_identity_experts": 2}, PLAN, "does not work with --lancet-identity-experts: .*; drop that flag"),
     ],
 )
 def test_a_run_that_can_not_place_experts_is_refused_in_one_line(placed, changes, plan, message):

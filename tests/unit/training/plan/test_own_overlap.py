@@ -1,6 +1,5 @@
 """Stock modules and Megatron's own overlap: every flag and reason has a row; the step works as Megatron calls it."""
 
-import argparse
 import copy
 import re
 from types import SimpleNamespace
@@ -31,13 +30,6 @@ VALUES = {
     "--cuda-graph-impl": ["transformer_engine"],
 }
 """The refused values of flags with other valid values."""
-
-
-@pytest.fixture(scope="module")
-def parser():
-    from megatron.training.arguments import add_megatron_arguments
-
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def test_each_overlap_flag_of_megatrons_parser_has_a_row(parser):
