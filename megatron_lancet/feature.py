@@ -46,13 +46,9 @@ class RunFacts:
     status: Any = None
 
 
-def message_sms(config: "LancetConfig", device: Any = None) -> int | None:
-    """Multiprocessors that a message of a run may take, at most; None where nothing bounds them.
-
-    Args:
-        device: a torch.device; None where it is not known.
-    """
-    return next((n for feature in config.features if (n := feature.message_sms(config, device)) is not None), None)
+def message_sms(config: "LancetConfig") -> int | None:
+    """Multiprocessors that a message of a run may take, at most; None where nothing bounds them."""
+    return next((n for feature in config.features if (n := feature.message_sms(config)) is not None), None)
 
 
 class ActiveFeature:
@@ -234,10 +230,6 @@ class Feature:
         """Yields what the feature uses of Megatron's internals, and this Megatron lacks."""
         yield from ()
 
-    def ends_run(self, config: "LancetConfig") -> str:
-        """A flag of the feature with which a run ends after a few steps, for messages; empty where it does not."""
-        return ""
-
     def changes_plan(self, args: argparse.Namespace, config: "LancetConfig") -> bool:
         """Whether the plan of a run that overlaps may change between two steps.
 
@@ -362,7 +354,7 @@ class Feature:
         """
         return reduction
 
-    def message_sms(self, config: "LancetConfig", device: Any = None) -> int | None:
+    def message_sms(self, config: "LancetConfig") -> int | None:
         """Multiprocessors that a message may take, at most, for profiles and mocked links; None for no bound."""
         return None
 

@@ -4,7 +4,6 @@ A crash of the process would end the test run.
 """
 
 import argparse
-import importlib.util
 import io
 import json
 import re
@@ -41,13 +40,13 @@ from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.profiler import cache
+from tests.cli.loading import load_tool
 from tests.damage import leaves, replaced
 from tests.draws import examples
 from tests.unit.report import steps
 
 pytestmark = pytest.mark.slow
 
-TOOLS = Path(__file__).parents[2] / "tools"
 STRANGE = st.one_of(
     st.none(),
     st.booleans(),
@@ -118,13 +117,6 @@ def refused_or_fine(path, read):
     assert len(message) < 2000
 
 
-def tool(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{Path(name).name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("damaged")
@@ -143,7 +135,7 @@ def test_damaged_plan_files_are_refused_or_read(folder, profile):
         made_for=made_for(profile.model),
         source=Source("made up", "cpu", {"torch": "2"}),
     ).to_json()
-    main = tool("plans/explain_plan").main
+    main = load_tool("plans/explain_plan").main
 
     @fuzzed(350)
     @given(damaged_json(good.encode()))
@@ -185,7 +177,7 @@ def test_damaged_trace_files_are_refused_or_read(folder):
     path = folder / "some_trace.json"
     write_trace(steps.record(num_layers=2), path)
     good = path.read_bytes()
-    main = tool("traces/show_timeline").main
+    main = load_tool("traces/show_timeline").main
 
     @fuzzed(250)
     @given(damaged_json(good))
@@ -250,7 +242,7 @@ def tokenizer_file(folder):
     """A real model, as small as lancet data tokenizer makes them."""
     path = folder / "good.model"
     texts = [f"def f{i}(x):  return x + {i}  # some text {'abcdefghij'[i % 10]} é" for i in range(200)]
-    content = tool("data/train_tokenizer").train_model(texts, 400)
+    content = load_tool("data/train_tokenizer").train_model(texts, 400)
     path.write_bytes(content)
     return path
 

@@ -18,12 +18,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 
-from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, of_all_parts, sum_parts
 from megatron_lancet.model.dispatcher.distinct_rows import (
     DistinctRoutes,
     DistinctRows,
@@ -138,15 +134,7 @@ class DeduplicatedDispatcher:
         """
         if self.tp_size == 1:
             return received
-        holders = list(routes.rows_by_expert_tp_rank)
-        return tuple(
-            gather_from_sequence_parallel_region(
-                rows.contiguous(),
-                group=self._tp_group,
-                output_split_sizes=holders,  # NCCL refuses views
-            )
-            for rows in received
-        )
+        return tuple(of_all_parts(received, self._tp_group, routes.rows_by_expert_tp_rank))
 
     def through_experts(
         self,
@@ -180,10 +168,7 @@ class DeduplicatedDispatcher:
         """
         if self.tp_size == 1:
             return output_qH
-        summed = reduce_scatter_to_sequence_parallel_region(
-            output_qH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_expert_tp_rank)
-        )
-        return summed.to(output_qH.dtype)
+        return sum_parts(output_qH, self._tp_group, routes.rows_by_expert_tp_rank, sum_dtype)
 
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token: the chunk's output, [s, b, H]."""

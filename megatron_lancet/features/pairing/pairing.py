@@ -211,16 +211,6 @@ class Pairing(Position):
             self._run_due(self._pair)
 
     @property
-    def forward_number(self) -> int | None:
-        """The micro-batch whose forward is under way on the lane; None if there is none."""
-        return self._forwards.number
-
-    @property
-    def backward_number(self) -> int | None:
-        """The same for the backward."""
-        return self._backwards.number
-
-    @property
     def number(self) -> int | None:
         """The micro-batch whose forward or backward the caller runs; None outside of such steps."""
         return self._side.number

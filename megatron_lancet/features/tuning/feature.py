@@ -10,7 +10,7 @@ from megatron_lancet.features.tuning.controller import TuningController
 from megatron_lancet.features.tuning.flags import TuningFlags
 from megatron_lancet.features.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.features.tuning.profile_steps import num_steps_left, plans_within
-from megatron_lancet.features.tuning.profile_to_file import FLAG, ProfileToFile, check_can_profile
+from megatron_lancet.features.tuning.profile_to_file import ProfileToFile, check_can_profile
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.profiler.measure import MIN_TOKENS_OF_CHUNK, num_profile_steps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
@@ -32,10 +32,6 @@ class TuningFeature(Feature):
     def needs_plan(self, config: LancetConfig) -> bool:
         """A profile is of the overlapping block."""
         return config.of(TuningFlags).profile is not None
-
-    def ends_run(self, config: LancetConfig) -> str:
-        """A profile ends the run."""
-        return FLAG if config.of(TuningFlags).profile is not None else ""
 
     def changes_plan(self, args: argparse.Namespace, config: LancetConfig) -> bool:
         """Whether the run finds its plan, or runs several for a profile."""

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from megatron_lancet.planning.load.expert_load import ExpertLoad
-from megatron_lancet.planning.load.placement import contiguous, most_over_mean, rows_between_nodes, rows_of_ranks
+from megatron_lancet.planning.load.placement import contiguous, rows_between_nodes, rows_of_ranks
+from megatron_lancet.planning.load.popularity import most_over_mean
 from megatron_lancet.report.tables import right_aligned
 
 

@@ -15,13 +15,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, of_all_parts, sum_parts
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
@@ -160,15 +156,7 @@ class AllToAllDispatcher:
         """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
         tokens, probs = received
         if self.tp_size > 1:
-            holders = list(routes.rows_by_expert_tp_rank)
-            tokens, probs = (
-                gather_from_sequence_parallel_region(
-                    rows.contiguous(),
-                    group=self._tp_group,
-                    output_split_sizes=holders,  # NCCL refuses views
-                )
-                for rows in (tokens, probs)
-            )
+            tokens, probs = of_all_parts(received, self._tp_group, routes.rows_by_expert_tp_rank)
         if not self._needs_sort(routes, last_expert_first):
             return (tokens.contiguous(), probs.contiguous()) if self._dense else (tokens, probs)
         if not self._fused:
@@ -211,10 +199,7 @@ class AllToAllDispatcher:
             output_mH = routes.expert_order(last_expert_first).undo(output_mH)
         if self.tp_size == 1:
             return output_mH
-        summed_rH = reduce_scatter_to_sequence_parallel_region(
-            output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_expert_tp_rank)
-        )
-        return summed_rH.to(output_mH.dtype)
+        return sum_parts(output_mH, self._tp_group, routes.rows_by_expert_tp_rank, sum_dtype)
 
     def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Sum the output rows of each token: the chunk's output, [s, b, H]."""

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 
 from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.runtime.comm import Comm
@@ -169,3 +173,15 @@ def launch_counts(
     if limit is not None:
         count = partial(limit.with_counts_of_all, count, routing_map_tE, num_peers)
     return comm.launch_counts(op, count, routed)
+
+
+def of_all_parts(rows: Sequence[torch.Tensor], group: dist.ProcessGroup, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Gathers rows from the ranks that hold the parts of the same experts; ``sizes`` are the numbers of their rows."""
+    make = partial(gather_from_sequence_parallel_region, group=group, output_split_sizes=list(sizes))
+    return [make(one.contiguous()) for one in rows]  # NCCL refuses views
+
+
+def sum_parts(rows: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Sums rows over the ranks that hold the parts of the same experts; each keeps its own, as many as in ``sizes``."""
+    make = partial(reduce_scatter_to_sequence_parallel_region, group=group, input_split_sizes=list(sizes))
+    return make(rows.to(dtype)).to(rows.dtype)

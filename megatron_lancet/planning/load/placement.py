@@ -32,11 +32,6 @@ def contiguous(num_experts: int) -> Placement:
     return tuple(range(num_experts))
 
 
-def most_over_mean(rows: Sequence[float]) -> float:
-    """The largest number over the mean; 1 where all are 0."""
-    return max(rows) * len(rows) / sum(rows) if sum(rows) else 1.0
-
-
 def rows_of_ranks(rows_per_expert: Sequence[float], placement: Sequence[int], ep_size: int) -> list[float]:
     """Rows that each rank works on.
 

@@ -1,32 +1,23 @@
 """Steps and plans of other expert-parallel sizes, and reductions of gradients: the tools end to end."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import read_plan_file
+from tests.cli.loading import load_tool
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools/plans"
 FEW_PLANS = ["--chunk-dim", "batch", "--range", "stack", "--dw-policy", "none"]
 NETWORK = ["--intra-gbps", "0.1", "--intra-latency-us", "0"]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def run(capsys):
     def run(name, *argv):
-        load(name).main([str(word) for word in [*argv, *FEW_PLANS]])
+        load_tool(f"plans/{name}").main([str(word) for word in [*argv, *FEW_PLANS]])
         return capsys.readouterr().out
 
     return run
@@ -100,5 +91,5 @@ def test_reductions_of_one_data_parallel_rank_are_refused(run, profile):
 
 def test_a_single_rank_gets_no_plan(profile, capsys):
     with pytest.raises(SystemExit):
-        load("make_plan").main([str(profile), "--output", "plan.json", "--ep-size", "1"])
+        load_tool("plans/make_plan").main([str(profile), "--output", "plan.json", "--ep-size", "1"])
     assert "a run needs no plan" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def what_is_left(step: PairedStep) -> list[str]:
     left = []
     if pairing.is_on or not pairing.lane.is_idle:
         left.append("a forward on the lane")
-    if (pairing.forward_number, pairing.backward_number) != (None, None):
+    if (pairing._forwards.number, pairing._backwards.number) != (None, None):
         left.append("the number of a micro-batch")
     if len(store):
         left.append("deferred dWs")

@@ -9,7 +9,7 @@ import torch
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.features.dedup.cases import dedup
@@ -27,6 +27,7 @@ WORLDS = {8: 16, 64: 64}
 """Experts by number of ranks."""
 NODES = {16: Nodes(2, 8), 64: Nodes(8, 8)}
 """By number of ranks, for two hops."""
+SIZES = sorted({*WORLDS, *NODES})
 SLOW_ENOUGH = Link(latency_us=100, gbytes_per_s=1)
 """Messages are still on their way when somebody first asks."""
 
@@ -42,40 +43,20 @@ def cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
     return {f"ep={num_ranks}/{name}": case for name, case in named.items()}
 
 
-def dedup_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
-    """With the deduplicated dispatch: overrides of the config and chunks, by name."""
-    top_4 = {"num_moe_experts": 2 * WORLDS[num_ranks], "moe_router_topk": 4}
-    return {f"ep={num_ranks}/top-4-dedup/k=2": (top_4, 2)}
-
-
-def hop_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
-    """With two hops: overrides of the config and chunks, by name."""
-    few, many = {"num_moe_experts": num_ranks}, {"num_moe_experts": 2 * num_ranks, "moe_router_topk": 4}
-    return {
-        f"ep={num_ranks}/two-hop/k=1": (few, 1),
-        f"ep={num_ranks}/two-hop/shared-expert/k=1": ({**many, **VARIANTS["shared-expert"], "moe_router_topk": 2}, 1),
-        f"ep={num_ranks}/two-hop/top-4/k=2": (many, 2),
-    }
-
-
-def run_hops(num_ranks: int) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    from megatron_lancet.training.megatron.mock_patches import loopback_counts
-
-    with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
-        try:
-            return {
-                name: compare_plan(
-                    {"expert_model_parallel_size": num_ranks, **overrides},
-                    fixed_plan(num_chunks, dispatch=TWO_HOP),
-                    nodes=NODES[num_ranks],
-                )
-                for name, (overrides, num_chunks) in hop_cases(num_ranks).items()
-            }
-        finally:
-            parallel_state.destroy_model_parallel()
+def plan_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], Plan]]:
+    """With the deduplicated dispatch and two hops: overrides of the config and plans, by name."""
+    many = {"num_moe_experts": 2 * num_ranks, "moe_router_topk": 4}
+    one, two = (fixed_plan(num_chunks, dispatch=TWO_HOP) for num_chunks in (1, 2))
+    found: dict[str, tuple[dict[str, Any], Plan]] = {}
+    if num_ranks in WORLDS:
+        top_4 = {"num_moe_experts": 2 * WORLDS[num_ranks], "moe_router_topk": 4}
+        found[f"ep={num_ranks}/top-4-dedup/k=2"] = top_4, dedup(fixed_plan(2))
+    if num_ranks in NODES:
+        shared = {**many, **VARIANTS["shared-expert"], "moe_router_topk": 2}
+        found[f"ep={num_ranks}/two-hop/k=1"] = {"num_moe_experts": num_ranks}, one
+        found[f"ep={num_ranks}/two-hop/shared-expert/k=1"] = shared, one
+        found[f"ep={num_ranks}/two-hop/top-4/k=2"] = many, two
+    return found
 
 
 def run(num_ranks: int) -> dict[str, Any]:
@@ -85,15 +66,17 @@ def run(num_ranks: int) -> dict[str, Any]:
 
     with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        own = {"expert_model_parallel_size": num_ranks}
         try:
             found = {
-                name: compare({"expert_model_parallel_size": num_ranks, **overrides}, num_chunks)
-                for name, (overrides, num_chunks) in cases(num_ranks).items()
+                name: compare_plan(own | overrides, plan, nodes=NODES.get(num_ranks) if "two-hop" in name else None)
+                for name, (overrides, plan) in plan_cases(num_ranks).items()
             }
-            for name, (overrides, num_chunks) in dedup_cases(num_ranks).items():
-                plan = dedup(fixed_plan(num_chunks))
-                found[name] = compare_plan({"expert_model_parallel_size": num_ranks, **overrides}, plan)
-            return found | controls(num_ranks)
+            if num_ranks in WORLDS:
+                for name, (overrides, num_chunks) in cases(num_ranks).items():
+                    found[name] = compare(own | overrides, num_chunks)
+                found |= controls(num_ranks)
+            return found
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -121,9 +104,7 @@ def all_results() -> dict[str, Any]:
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-    results = {name: found for num_ranks in WORLDS for name, found in run(num_ranks).items()}
-    results |= {name: found for num_ranks in NODES for name, found in run_hops(num_ranks).items()}
-    return results
+    return {name: found for num_ranks in SIZES for name, found in run(num_ranks).items()}
 
 
 results = launch.result(all_results, timeout_s=400, joins=False)
@@ -132,8 +113,8 @@ results = launch.result(all_results, timeout_s=400, joins=False)
 @pytest.mark.parametrize(
     "case",
     [
-        *(name for num_ranks in WORLDS for name in (*cases(num_ranks), *dedup_cases(num_ranks))),
-        *(name for num_ranks in NODES for name in hop_cases(num_ranks)),
+        *(name for num_ranks in WORLDS for name in cases(num_ranks)),
+        *(name for num_ranks in SIZES for name in plan_cases(num_ranks)),
     ],
 )
 def test_gradients_equal_stock(results, case, check_gradients):

@@ -27,7 +27,6 @@ _ON_HOSTS = (
     *(STAND_INS, LAUNCHED_BY, slurm.FACTS),
 )
 """Variables of the stand-ins, which the commands on other hosts need as well."""
-_SHELLS = ("bash", "sh")
 _NO_COMMANDS = ("true", "false", "yes", "no", "none", "all", "test", "user")
 """Words that are commands, and more often values of options."""
 _RUN_OF = ("conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi")

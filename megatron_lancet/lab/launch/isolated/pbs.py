@@ -1,10 +1,8 @@
 """What PBS sets for a job: its node file, variables, numbers of nodes and slots, and the source of each number."""
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +48,7 @@ def job_of(
     Raises:
         UsageError: the nodes that it asks for can't be read.
     """
-    of_script, _ = split(_directives(text), QSUB, lambda _: False)
+    of_script, _ = split(slurm.directives(text, "#PBS"), QSUB, lambda _: False)
     all_options = {**of_script, **(options or {})}
     owner = command if options and "l" in options else "#PBS"
     hosts = hosts_of(environment)
@@ -70,18 +68,6 @@ def job_of(
         slurm.GPUS: gpus or Fact(8, "8 GPUs a node assumed", is_given=False),
     }
     return Job(slots, facts, _variables(slots, all_options, folder))
-
-
-def _directives(text: str) -> list[str]:
-    """Returns the words of the ``#PBS`` lines in front of a script's first command."""
-    words: list[str] = []
-    for line in text.splitlines():
-        if line.strip() and not line.lstrip().startswith("#"):
-            break
-        if re.match(r"#PBS\s", line):
-            with suppress(ValueError):  # qsub would refuse the script; bash runs it
-                words += shlex.split(line[len("#PBS") :], comments=True)
-    return words
 
 
 def _asked(lists: Sequence[str], owner: str) -> tuple[list[int], Fact | None, Fact]:

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from megatron_lancet.lab.launch.isolated.grammars import SLURM
@@ -67,17 +68,15 @@ class Step:
     tasks: Fact
 
 
-def directives(text: str) -> list[str]:
-    """Returns the words of the ``#SBATCH`` lines in front of a script's first command."""
+def directives(text: str, mark: str = "#SBATCH") -> list[str]:
+    """Returns the words of the lines with a mark in front of a script's first command."""
     words: list[str] = []
     for line in text.splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             break
-        if re.match(r"#SBATCH\s", line):
-            try:
-                words += shlex.split(line[len("#SBATCH") :], comments=True)
-            except ValueError:
-                continue  # sbatch would refuse the script; bash runs it
+        if re.match(rf"{mark}\s", line):
+            with suppress(ValueError):  # sbatch and qsub would refuse the script; bash runs it
+                words += shlex.split(line[len(mark) :], comments=True)
     return words
 
 

@@ -69,16 +69,12 @@ def exchange(
 
 
 @st.composite
-def worlds(draw, max_chosen: int | None = None) -> list[torch.Tensor]:
-    """The choice of each rank's tokens: of few or many experts, with idle experts and ranks, and dropped tokens.
-
-    Args:
-        max_chosen: experts of a token at most.
-    """
+def worlds(draw) -> list[torch.Tensor]:
+    """The choice of each rank's tokens: of few or many experts, with idle experts and ranks, and dropped tokens."""
     num_ranks, num_local = draw(st.integers(1, 4)), draw(st.integers(1, 20))
     num_experts = num_ranks * num_local
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    topk = draw(st.integers(1, min(max_chosen or 8, num_experts)))
+    topk = draw(st.integers(1, min(8, num_experts)))
     only_rank = draw(st.none() | st.integers(0, num_ranks - 1))
     idle = torch.zeros(num_experts, dtype=torch.bool)
     if only_rank is not None:  # all tokens go to one rank, the others are idle

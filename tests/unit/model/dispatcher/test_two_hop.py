@@ -140,18 +140,13 @@ def two_hops(world: World, inputs: Inputs, run: Run, last_expert_first: bool = F
 
 
 @st.composite
-def worlds(draw, max_expert_tp_size: int = 2, max_chosen: int | None = None) -> World:
-    """Of few ranks, with idle experts, ranks and nodes, dropped tokens, and all tokens on one rank or node.
-
-    Args:
-        max_expert_tp_size: V at most.
-        max_chosen: experts of a token at most.
-    """
+def worlds(draw) -> World:
+    """Of few ranks, with idle experts, ranks and nodes, dropped tokens, and all tokens on one rank or node."""
     nodes = Nodes(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
-    expert_tp_size, num_local = draw(st.integers(1, max_expert_tp_size)), draw(st.sampled_from([1, 2, 3, 9]))
+    expert_tp_size, num_local = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 9]))
     num_experts = nodes.num_nodes * nodes.ranks_per_node * num_local
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    topk = draw(st.integers(1, min(max_chosen or 8, num_experts)))
+    topk = draw(st.integers(1, min(8, num_experts)))
     idle = torch.zeros(nodes.num_nodes, nodes.ranks_per_node, num_local, dtype=torch.bool)
     node, rank = draw(st.integers(0, nodes.num_nodes - 1)), draw(st.integers(0, nodes.ranks_per_node - 1))
     match draw(st.sampled_from(["busy", "idle rank", "idle node", "one rank", "one node", "idle expert"])):

@@ -10,13 +10,13 @@ from megatron_lancet.planning.load.expert_load import LayerLoad
 from megatron_lancet.planning.load.placement import (
     contiguous,
     cost,
-    most_over_mean,
     placement_to_json,
     read_placement,
     rows_between_nodes,
     rows_of_ranks,
     solve,
 )
+from megatron_lancet.planning.load.popularity import most_over_mean
 
 
 def zipf(num_experts, ep_size, total=10_000):

@@ -19,6 +19,13 @@ def steps(draw):
     return [draw(lengths) for _ in range(num_ranks)], num_bins
 
 
+def assert_each_sample_once(dealing: Dealing, drawn: list[list[int]], num_bins: int) -> None:
+    assert [len(rank) for rank in dealing.bins] == [num_bins] * len(drawn)
+    assert all(indices for rank in dealing.bins for indices in rank)
+    dealt = sorted(chain.from_iterable(chain.from_iterable(dealing.bins)))
+    assert dealt == list(range(sum(map(len, drawn))))
+
+
 def skewed(num_ranks, num_samples, sigma=1.0):
     random_lengths = random.Random(7)
     return [
@@ -31,10 +38,7 @@ def skewed(num_ranks, num_samples, sigma=1.0):
 def test_each_sample_is_in_one_bin_and_bounds_are_kept(step, tokens_per_pair, max_tokens):
     drawn, num_bins = step
     dealing = balanced(drawn, num_bins, DocumentCost(tokens_per_pair), max_tokens)
-    assert [len(rank) for rank in dealing.bins] == [num_bins] * len(drawn)
-    assert all(indices for rank in dealing.bins for indices in rank)
-    dealt = sorted(chain.from_iterable(chain.from_iterable(dealing.bins)))
-    assert dealt == list(range(sum(map(len, drawn))))
+    assert_each_sample_once(dealing, drawn, num_bins)
     most = max(chain.from_iterable(bin_tokens(drawn, dealing)))
     assert most <= dealing.max_tokens
     assert dealing.max_tokens in (max_tokens, most)
