@@ -41,13 +41,14 @@ def carry(folder: Path) -> None:
     """Fetches the wheels of :data:`NEEDED` and of pip, in the pinned versions, for the Python that runs.
 
     Raises:
-        _UsageError: pip can't fetch them.
+        _UsageError: the versions are not known here, or pip can't fetch them.
     """
+    pinned = _pinned()
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--dest", str(folder), *_pinned(), "pip"]
+    command += ["--dest", str(folder), *pinned, "pip"]
     done = subprocess.run(command, check=False)
     if done.returncode != 0:
         raise _UsageError(f"pip ended with status {done.returncode}: expected wheels of {', '.join(NEEDED.values())}.")
@@ -57,7 +58,10 @@ def carry(folder: Path) -> None:
 
 
 def _pinned() -> list[str]:
-    lines = (_REPOSITORY / "constraints.txt").read_text().splitlines()
+    path = _REPOSITORY / "constraints.txt"
+    if not path.exists():
+        raise _UsageError(f"this needs a checkout of the project: {path.name} is not in the installed package.")
+    lines = path.read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     return [f"{name}=={pins[name]}" for name in NEEDED.values()]
 

@@ -1,7 +1,9 @@
-"""Cuts the segments of a plan at pipeline stages."""
+"""Cuts the segments of a plan at pipeline stages, and counts the slots in which stages wait for each other."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 from megatron_lancet.files.reader import RecordError
 from megatron_lancet.planning.plan_file import layers_beyond
@@ -35,3 +37,13 @@ def _split(segments_before: Sequence[Segment], stage_of_layer: Sequence[int]) ->
                 segments.append(dataclasses.replace(segment, first_layer=first, last_layer=end))
                 first = number + 1
     return tuple(segments)
+
+
+def slots_of_bubble(stage_of_layer: Sequence[int]) -> float:
+    """Slots for which a step waits for other stages: (p - 1) / v with p stages of v virtual ones.
+
+    Args:
+        stage_of_layer: of each layer, in order: a stage has as many virtual ones as it has runs of layers.
+    """
+    num_virtual = Counter(stage for stage, _ in groupby(stage_of_layer))
+    return max(stage_of_layer) / max(num_virtual.values())

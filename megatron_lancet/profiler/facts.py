@@ -3,7 +3,8 @@
 import argparse
 import math
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +34,27 @@ _NAMED = (
     ("top", "moe_router_topk"), ("tp", "tensor_model_parallel_size"), ("etp", "expert_tensor_parallel_size"),
     ("cp", "context_parallel_size"), ("pp", "pipeline_model_parallel_size"),
 )  # fmt: skip
+
+_SETTINGS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion"),
+    *("rope_type", "window_size", "window_attn_skip_freq", "attention_output_gate", "qk_layernorm", "qk_l2_norm"),
+    *("softmax_type", "no_rope_freq", "attention_dropout", "hidden_dropout", "add_qkv_bias", "apply_rope_fusion"),
+    *("fused_single_qkv_rope", "rotary_interleaved", "masked_softmax_fusion", "attention_softmax_in_fp32"),
+    *("apply_query_key_layer_scaling", "flash_attention_version", "cp_comm_type", "qk_clip"),
+    *("log_max_attention_logit", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_router_dtype"),
+    *("moe_router_fusion", "moe_permute_fusion", "moe_router_load_balancing_type", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+    *("moe_shared_expert_gate", "moe_apply_probs_on_input", "moe_mlp_glu_interleave_size", "moe_input_jitter_eps"),
+    *("moe_router_force_load_balancing", "moe_router_force_biased", "moe_z_loss_coeff", "bias_activation_fusion"),
+    *("bias_dropout_fusion", "use_fused_weighted_squared_relu", "activation_func_clamp_value"),
+    *("activation_func_fp8_input_store", "persist_layer_norm", "memory_efficient_layer_norm"),
+    *("fp32_residual_connection", "gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),
+    *("disable_parameter_transpose_cache", "fp8_param", "fp8_wgrad", "fp8_output_proj", "fp8_dot_product_attention"),
+    *("fp8_multi_head_attention", "first_last_layers_bf16", "num_layers_at_start_in_bf16"),
+    *("num_layers_at_end_in_bf16", "fp4_param"),
+)
+"""Settings that change an op's time or memory; the name of a model has those that are not Megatron's default."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +203,17 @@ def _name(model: ProfiledModel) -> str:
         f"attention={getattr(config.attention_backend, 'name', config.attention_backend)}",
         *([f"lancet-attention={model.attention}"] if model.attention else []),
         *([f"vocabulary={vocabulary}"] if vocabulary else []),
+        *_changed(config),
     ]
     return " ".join(["hybrid" if config.is_hybrid_model else "gpt", *sizes, *kinds])
+
+
+def _changed(config: TransformerConfig) -> Iterator[str]:
+    """Yields the settings that have another value than Megatron's default."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in _SETTINGS:
+        if name in defaults and (value := getattr(config, name)) != defaults[name]:
+            yield f"{name}={value}".replace(" ", "")
 
 
 def _recompute(config: TransformerConfig) -> str:

@@ -108,7 +108,7 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         if word.startswith("--") and word not in parser._option_string_actions:
             close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
             hints += [f" {word}: did you mean {close[0]}?"] if close else []
-    raise UsageError(f"{message}.{''.join(hints)} --help lists all flags.")
+    raise UsageError(f"{message}.{''.join(hints)} pretrain_gpt_moe.py --help lists all flags.")
 
 
 def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetConfig]:

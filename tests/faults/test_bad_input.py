@@ -29,7 +29,7 @@ def test_torchrun_shows_one_message_for_bad_input(token_data):
     done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2", "--lancet-nun-chunks", "2"]))
     line = (
         "error: unrecognized arguments: --lancet-nun-chunks 2. --lancet-nun-chunks: did you mean --lancet-num-chunks? "
-        "--help lists all flags."
+        "pretrain_gpt_moe.py --help lists all flags."
     )
     ours, report = done.stderr.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)
     assert done.returncode == 1

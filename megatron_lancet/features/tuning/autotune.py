@@ -198,7 +198,9 @@ class AutoTune(Steering):
             self._how = f"fixed, because {num_left} steps are too few to find one: {num_needed} are needed"
             self._act(controller.give_up(self._short_run_plan, f"{plan_text(self._short_run_plan)} ({self._how})"))
             return
-        controller.note(f"tunes during about the first {num_needed} steps, starting without overlap")
+        controller.note(
+            f"tunes during the first steps, about {num_needed} and more while plans are close, starting without overlap"
+        )
 
     def _tuned_plan_that_fits(self, made_for: dict[str, str]) -> tuple[TunedPlan | None, str]:
         assert self._from_checkpoint is not None

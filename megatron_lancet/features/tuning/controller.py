@@ -147,7 +147,7 @@ class TuningController:
         return self.num_tune_steps if is_long else self._num_turn_steps
 
     def num_steps_to_plan(self, num_profile_steps: int) -> int:
-        """Training steps, at most, from the first until the slow plans are out; a shorter run gains nothing."""
+        """Training steps from the first until the slow plans are out, with the most candidates; close plans race on."""
         num_unmeasured = NUM_FIRST_SETTLE_STEPS + (MIN_TURNS - 1) * NUM_SETTLE_STEPS
         num_in_a_row = (MIN_TURNS - 1) * NUM_SETTLE_STEPS  # a round begins with the last plan of the one before
         num_race_steps = _MOST_CANDIDATES * (num_unmeasured + MIN_TURNS * self._num_turn_steps) - num_in_a_row

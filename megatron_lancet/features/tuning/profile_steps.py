@@ -56,8 +56,8 @@ def plans_within(args: argparse.Namespace, config: LancetConfig, limits: Limits)
     plans = plans_to_profile(
         samples,
         positions // args.context_parallel_size,
-        limits.chunk_dims,
-        overlap_range=max(limits.ranges, key=list(OverlapRange).index),
+        limits.chunk_dims if limits.ranges else (),
+        overlap_range=max(limits.ranges, key=list(OverlapRange).index, default=OverlapRange.EXPERTS),
         token_multiple=token_multiple(args),
         dispatches=limits.dispatches,
         has_tiles=limits.tiles is None or any(limits.tiles),

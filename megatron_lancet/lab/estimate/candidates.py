@@ -79,7 +79,9 @@ def _chunks(name: str, count: int, allowed: Allowed, dispatch: Dispatch) -> Cand
     dim = next((one for one in allowed.limits.chunk_dims if allowed.most_chunks[one] >= count), None)
     if dim is None:
         return Candidate(name, None, why_not=_uncut(count, allowed))
-    overlap_range = next(one for one in _RANGES if one in allowed.limits.ranges)
+    overlap_range = next((one for one in _RANGES if one in allowed.limits.ranges), None)
+    if overlap_range is None:
+        return Candidate(name, None, why_not=allowed.reason("ranges"))
     flags = f"--lancet-num-chunks {count} --lancet-chunk-dim {dim} --lancet-range {overlap_range} --lancet-pairing off"
     return Candidate(name, fixed_plan(count, chunk_dim=dim, overlap_range=overlap_range, dispatch=dispatch), flags)
 

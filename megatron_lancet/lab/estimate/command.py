@@ -99,6 +99,8 @@ def _notes(run: Run, launch: Launch, cluster: ClusterChoice) -> Iterator[str]:
         yield f"{_LOW_PRECISION}, although the run's are in fp32"
     if args.mtp_num_layers:
         yield "multi-token prediction is left out of times, not of memory"
+    if args.window_size is not None:
+        yield "attention counts as without --window-size"
     if args.context_parallel_size > 1:
         yield "messages of context parallelism are hidden behind the attention"
     given = run.findings.args

@@ -143,10 +143,8 @@ class Corner:
         # A message that recompute sends again is waited for as long as in the forward.
         again_ms = found.exposed_forward_ms * self._run.recomputed_experts if repeats_messages else 0.0
         slot_ms = found.slot_ms + again_ms / layout.num_micro_batches
-        ahead = layout.pipeline - 1
-        bubble_ms = bubble_of(layout.pipeline, layout.virtual, slot_ms)
-        # The simulator's stages fill and drain as without virtual stages.
-        step_ms = found.step_ms - ahead * found.slot_ms + bubble_ms + again_ms
+        simulated_ms, bubble_ms = (bubble_of(layout.pipeline, layout.virtual, ms) for ms in (found.slot_ms, slot_ms))
+        step_ms = found.step_ms - simulated_ms + bubble_ms + again_ms
         return Figures(step_ms, found.exposed_ms + again_ms, bubble_ms, found.peak_dw_bytes)
 
 

@@ -157,11 +157,16 @@ def _reduction(run: Run) -> GradientReduction | None:
     ranks = layout.data * layout.context
     if not args.overlap_grad_reduce or ranks == 1:
         return None
-    bucket = args.ddp_bucket_size * FP32_BYTES if args.ddp_bucket_size else default_bucket_bytes(ranks)
+    element_bytes = FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value_bytes(args)
+    bucket_bytes = default_bucket_bytes(ranks) * element_bytes // FP32_BYTES
+    if args.ddp_bucket_size is not None:
+        bucket_bytes = args.ddp_bucket_size * element_bytes
+    if args.ddp_num_buckets is not None:
+        bucket_bytes = int(run.findings.size.held[0].all) // args.ddp_num_buckets * element_bytes
     return GradientReduction(
         dense_ranks=ranks,
         expert_ranks=layout.expert_data,
-        bucket_bytes=bucket,
+        bucket_bytes=max(1, bucket_bytes),
         is_scatter=args.use_distributed_optimizer,
         has_late_head=not args.untie_embeddings_and_output_weights,
     )

@@ -19,7 +19,7 @@ from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
-from megatron_lancet.planning.stages import split_at_stages
+from megatron_lancet.planning.stages import slots_of_bubble, split_at_stages
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, fixed_plan
 
 type Planner = Callable[[Profile], Plan]
@@ -175,7 +175,8 @@ class Forecaster:
         Raises:
             RecordError: the profile has no times for the plan.
         """
-        plan, prediction = self._predicted(self.moved(layout), planner)
+        moved = self.moved(layout)
+        plan, prediction = self._predicted(moved, planner)
         gradient_ms, more_ms = prediction.gradient_ms, 0.0
         if self.profile.gradients is None:
             gradient_ms = self._gradient_ms(layout, self.network)
@@ -189,7 +190,7 @@ class Forecaster:
             plan=plan,
             step_ms=prediction.step_ms + activations_ms + more_ms,
             exposed_ms=prediction.exposed_ms,
-            bubble_ms=(layout.pp_size - 1) * prediction.slot_ms + activations_ms,
+            bubble_ms=slots_of_bubble(moved.model.stage_of_layer) * prediction.slot_ms + activations_ms,
             gradient_ms=gradient_ms,
             peak_bytes=prediction.peak_bytes,
             peak_dw_bytes=prediction.peak_dw_bytes,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 
@@ -92,7 +93,7 @@ def with_another_dispatch(
     # Gaps name the all-to-alls of one dispatch.
     pairing = None if plan.pairing is None else replace(plan.pairing, end_gaps=())
     ungapped = replace(plan, gaps=(), pairing=pairing)
-    others = [replace(ungapped, dispatch=dispatch) for dispatch in dispatches if dispatch != plan.dispatch]
+    others = [with_dispatch(ungapped, dispatch) for dispatch in dispatches if dispatch != plan.dispatch]
     predicted = [(other, step_ms_of(other)) for other in others]
     close = [one for one in predicted if one[1] <= CLOSE_PART * plan_ms]
     return min(close, key=lambda one: one[1])[0] if close else None

@@ -12,9 +12,8 @@ The first formula is the second with one stage. All ranks start a micro-batch at
 ended the one before. If the profile says how gradients are reduced during the backward pass, the reductions share the
 links with the last micro-batch's all-to-alls (``shared_links.py``), and the step waits for their end.
 
-With pairing a step is the first forward, num_micro_batches - 1 pairs and the last backward (``played.py``); with
-pipeline stages, num_stages - 1 pairs more. Interleaved stages are not modelled in more detail: which passes of their
-warm-up and cool-down have a partner, and the smaller bubble, are left out.
+With pairing a step is the first forward, num_micro_batches - 1 pairs and the last backward (``played.py``); with p
+pipeline stages of v virtual ones, (p - 1) / v pairs more. All passes of warm-up and cool-down count as paired.
 
 Memory is an upper bound: the activations of a stage (``kept_bytes.py``) plus the peak memory of deferred dWs.
 """
@@ -37,6 +36,7 @@ from megatron_lancet.planning.simulation.phase_result import MicroBatchKind, Pha
 from megatron_lancet.planning.simulation.played import Played, Stage
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
+from megatron_lancet.planning.stages import slots_of_bubble
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.ops import OpKind, Phase
@@ -369,12 +369,12 @@ class Simulator:
     def _prediction(self, played: Sequence[Played]) -> Prediction:
         model, rest_ms = self.model, self.costs.profile.rest_ms
         slowest = max(played, key=lambda part: part.slot_ms)
-        bubble_ms = max(model.stage_of_layer) * slowest.slot_ms
+        num_ahead = slots_of_bubble(model.stage_of_layer)
         last_ms = max(part.last_end_ms for part in played)
         exposed_ms, exposed_forward_ms = max(map(slowest.exposed_ms, range(len(slowest.forward.end_ms))))
         floor = max(played, key=lambda part: part.floor_ms)
         return Prediction(
-            step_ms=slowest.step_ms + bubble_ms + (last_ms - slowest.end_ms) + rest_ms,
+            step_ms=slowest.step_ms + num_ahead * slowest.slot_ms + (last_ms - slowest.end_ms) + rest_ms,
             forward_ms=max(slowest.forward.end_ms),
             backward_ms=slowest.end_ms - max(slowest.forward.end_ms),
             slot_ms=slowest.slot_ms,
@@ -383,7 +383,7 @@ class Simulator:
             peak_dw_bytes=max(part.peak_dw_bytes for part in played),
             peak_bytes=max(part.saved_bytes + part.peak_dw_bytes for part in played),
             num_early=slowest.num_early,
-            floor_ms=floor.floor_ms * (1 + max(model.stage_of_layer) / model.num_micro_batches) + rest_ms,
+            floor_ms=floor.floor_ms * (1 + num_ahead / model.num_micro_batches) + rest_ms,
             gradient_ms=min(part.last_end_ms - max(part.last.end_ms) for part in played if part.last_end_ms == last_ms),
         )
 

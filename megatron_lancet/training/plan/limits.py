@@ -80,10 +80,9 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
 
 def sequence_refusal(blocker: str) -> UsageError:
     """The error for ``--lancet-chunk-dim sequence`` together with a flag of :func:`sequence_blockers`."""
-    return UsageError(
-        f"--lancet-chunk-dim sequence does not work with {blocker}. Drop one of the two, or pass --lancet-range gate, "
-        "or --lancet-plan off."
-    )
+    is_ever = blocker == "--sequence-parallel"  # which Megatron wants with tensor parallelism and experts
+    advice = "Pass --lancet-chunk-dim batch" if is_ever else "Drop one of the two, or pass --lancet-range gate"
+    return UsageError(f"--lancet-chunk-dim sequence does not work with {blocker}. {advice}, or --lancet-plan off.")
 
 
 def routing_over_full_micro_batch(args: argparse.Namespace) -> Iterator[str]:

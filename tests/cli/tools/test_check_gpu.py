@@ -247,3 +247,18 @@ def test_what_it_refuses(words, variables, message, tmp_path):
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_wheels_stay_where_their_versions_are_unknown(tmp_path):
+    """An installed package has the tool and no list of versions."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/old.whl").touch()
+    installed = tmp_path / "tools/check_gpu.py"
+    installed.write_text(TOOL.read_text())
+    command = [sys.executable, installed, "--carry", tmp_path / "wheels"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "needs a checkout of the project" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "wheels/old.whl").exists()

@@ -9,9 +9,10 @@ import pytest
 from benchmarks.synthetic_profile import DW_MS, OP_MS, Machine, synthetic_profile
 from megatron_lancet.config import PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.features.shortcut.feature import FLAG, check_checkpoint
+from megatron_lancet.features.shortcut.feature import FLAG, ShortcutFlags, check_checkpoint
 from megatron_lancet.features.shortcut.order import NAME
 from megatron_lancet.features.shortcut.support import layers_blocker, plan_blocker
+from megatron_lancet.features.tuning.profile_steps import plans_within
 from megatron_lancet.planning.profile import Profile, profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
@@ -20,6 +21,7 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Launch, OpKind, Wait
 from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan, Segment, fixed_plan, paired
 from megatron_lancet.schedule.turns import program, verbs_of
+from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.run import check_features, facts_of_run
 from tests.unit.training.configs import config_with
@@ -35,6 +37,15 @@ def profile_of(wiring: str = NAME, **machine: Any) -> Profile:
     op_ms = {**OP_MS, OpKind.SHARED_EXPERTS: 2.0}
     found = synthetic_profile(Machine("mdmd", op_ms=op_ms, dw_ms={**DW_MS, OpKind.SHARED_EXPERTS: 2.0}, **machine))
     return replace(found, model=replace(found.model, wiring=wiring))
+
+
+@pytest.mark.parametrize("flags", [["--moe-input-jitter-eps", 0.01], ["--moe-router-force-load-balancing"]])
+def test_routing_of_full_micro_batches_profiles_one_chunk(monkeypatch, flags):
+    """Its chunks could only be of experts, which the sums of a later layer do not allow."""
+    args, config = parsed(monkeypatch, FLAG, *PAIRS, *flags), config_with(ShortcutFlags(shortcut_moe=True))
+    limits = planning_limits(args, config)
+    assert limits.ranges == ()
+    assert {plan.num_chunks for plan in plans_within(args, config, limits)} == {1}
 
 
 def test_ops_of_a_pair_are_those_of_its_layers():

@@ -345,5 +345,5 @@ def test_autotune_ignores_a_checkpoints_plan_for_another_run(capsys, saved, reas
     assert run.steps(1) == [plan_without_overlap()]
     first, second = lines(capsys)
     assert first.startswith(reason)
-    assert second.startswith("tunes during about the first 48 steps")
+    assert second.startswith("tunes during the first steps, about 48 and more")
     assert run.tuner._controller.state is TuningState.WARM_UP

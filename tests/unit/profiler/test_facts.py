@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_lancet.profiler.facts import _SETTINGS, _changed
 from megatron_lancet.runtime.rows.packing import RowLayout
 from tests.unit.profiler.synthetic import FACTS
 
@@ -29,3 +31,13 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
         prob_bytes=prob_dtype.itemsize,
     )
     assert facts.row_bytes_to(facts.ep_size) == packed.nbytes
+
+
+def test_models_of_other_settings_have_other_names():
+    """A kept profile is found by the name: other sizes of latent attention take other times."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    assert list(_changed(TransformerConfig(**sizes))) == []
+    small, large = (MLATransformerConfig(**sizes, kv_lora_rank=rank) for rank in (256, 512))
+    assert (list(_changed(small)), list(_changed(large))) == (["kv_lora_rank=256"], [])
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert set(_SETTINGS) <= known

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.search.finalists import (
     CLOSE_PART,
     EQUAL_PART,
@@ -101,7 +102,8 @@ def test_fastest_other_dispatch_runs_only_if_it_is_close():
     times_ms = {DEDUP: 110.0, TWO_HOP: 105.0}
     dispatches = (PLAIN, DEDUP, TWO_HOP)
     fastest = with_another_dispatch(plan, 100.0, dispatches, lambda other: times_ms[other.dispatch])
-    assert fastest == replace(pairs, dispatch=TWO_HOP)
+    assert fastest == with_dispatch(pairs, TWO_HOP), "as many layers of deferred dWs"
+    assert fastest.dw_window == 2 * pairs.dw_window
     assert with_another_dispatch(plan, 105.0 / CLOSE_PART - 0.1, dispatches, lambda _: 105.0) is None
     assert with_another_dispatch(plan, 100.0, (PLAIN,), lambda _: 0.0) is None
 

@@ -1,4 +1,4 @@
-"""Replays at the paces that ranks had in the profile's steps."""
+"""Replays at the paces that ranks had in the profile's steps, and steps with virtual stages."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import ChunkRouting, Profile, StepPace, read_profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
+from megatron_lancet.planning.stages import slots_of_bubble
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan
 
 OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "head": 3.0}
 AT_ONCE = fixed_plan(1, DwPolicy.NONE)
@@ -81,3 +82,17 @@ def test_profile_keeps_paces_in_json(tmp_path):
     profile = profile_with(pace(layer=(1.25, 0.75)))
     (tmp_path / "profile.json").write_text(profile.to_json())
     assert read_profile(tmp_path / "profile.json") == profile
+
+
+def test_virtual_stages_fill_in_shorter_slots():
+    plain, virtual = (
+        Machine(layers="mmmm", stages=stages, num_micro_batches=4) for stages in ((0, 0, 1, 1), (0, 1, 0, 1))
+    )
+    own = Plan(tuple(Segment(number, number if number < 4 else None, 1) for number in (1, 2, 3, 4)), DwPolicy.NONE)
+    whole, half = (simulate(synthetic_profile(machine), own).prediction for machine in (plain, virtual))
+    assert half.step_ms == pytest.approx(whole.step_ms - whole.slot_ms / 2)
+    assert (slots_of_bubble((0, 0, 1, 2)), slots_of_bubble((0, 1, 0, 1, 0, 1)), slots_of_bubble((0, 0))) == (
+        2,
+        1 / 3,
+        0,
+    )

@@ -269,6 +269,13 @@ def test_sums_that_are_added_later_hide_messages_of_plans():
         assert late.exposed_ms < soon.exposed_ms
 
 
+def test_a_script_without_possible_chunks_has_the_other_plans():
+    found = estimated(*SHORTCUT, "--moe-input-jitter-eps", 0.01)
+    reasons = {one.candidate.name: one.candidate.why_not for one in found.found}
+    assert reasons["one chunk"] == ""
+    assert reasons["two chunks"] == reasons["four chunks"] != ""
+
+
 def test_rows_of_experts_that_return_them_are_not_sent():
     fewer = estimated(*SHORTCUT, "--lancet-identity-experts", 64)
     assert facts_of(fewer.run, 8).topk == 2

@@ -159,6 +159,9 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
         choose_plan(megatron_args(*changes), cut_with(chunk_dim=ChunkDim.SEQUENCE, **wishes))
     with pytest.raises(UsageError, match=f"sequence chunks do not work with {obstacle}"):
         choose_plan(megatron_args(*changes), cut_with(num_chunks=8, **wishes))
+    ever = obstacle == "--sequence-parallel"
+    advised = {"chunk_dim": ChunkDim.BATCH} if ever else {"chunk_dim": ChunkDim.SEQUENCE, "range": OverlapRange.GATE}
+    assert choose_plan(megatron_args(*changes), cut_with(**advised, **wishes))[0].num_chunks > 1
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
     plan, line = choose_plan(alone, cut_with(**wishes))
     assert plan == fixed_plan(1)
