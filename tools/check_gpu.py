@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,13 +46,16 @@ def carry(folder: Path) -> None:
     """
     pinned = _pinned()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.whl"):
-        old.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--dest", str(folder), *pinned, "pip"]
-    done = subprocess.run(command, check=False)
-    if done.returncode != 0:
-        raise _UsageError(f"pip ended with status {done.returncode}: expected wheels of {', '.join(NEEDED.values())}.")
+    with tempfile.TemporaryDirectory(dir=folder) as fetched:  # a failed download keeps the wheels of an earlier one
+        done = subprocess.run([*command, "--dest", fetched, *pinned, "pip"], check=False)
+        if done.returncode != 0:
+            problem = f"pip ended with status {done.returncode}"
+            raise _UsageError(f"{problem}: expected wheels of {', '.join(NEEDED.values())}.")
+        for old in folder.glob("*.whl"):
+            old.unlink()
+        for wheel in Path(fetched).glob("*.whl"):
+            shutil.move(wheel, folder)
     (folder / _ORIGIN).write_text(json.dumps({"commit": _commit()}) + "\n")
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
     print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.0f} MB")
